@@ -1,0 +1,1 @@
+"""Sharded and consolidated checkpoints, and the formats of others."""

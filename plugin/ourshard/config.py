@@ -1,0 +1,364 @@
+"""The one configuration object of ourshard.
+
+YAML (`ourshard_config:`), environment, keyword arguments and the flags of FSDP and DeepSpeed all end
+as one frozen `ShardConfig`. A value is checked when the object is built; what cannot work raises
+`ValueError` with the key, the value and what to do. This module imports nothing but the standard library,
+so that launchers can read a config without importing torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class WrapPolicy(str, Enum):
+    """How the units of a model are found."""
+
+    AUTO = "auto"  # the model's own `_no_split_modules`, else repeated sibling blocks
+    CLASSES = "classes"  # every module whose class name is listed in `classes`
+    MODULES = "modules"  # exactly the modules whose dotted names are listed in `modules`
+    MIN_PARAMS = "min_params"  # the smallest modules that hold at least `min_params` elements
+    NONE = "none"  # one unit: the root
+
+
+class Accumulate(str, Enum):
+    """Where gradients wait between micro-batches."""
+
+    SHARDED = "sharded"  # reduce in every backward, keep one shard (stages 2 and 3)
+    DEFERRED = "deferred"  # keep whole gradients, reduce once when syncing
+
+
+class Tier(str, Enum):
+    """Where a thing lives."""
+
+    NONE = "none"  # on the compute device
+    CPU = "cpu"  # in host memory
+    NVME = "nvme"  # in files under `nvme_path`
+
+
+class Codec(str, Enum):
+    """How a collective's payload is coded."""
+
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+    FP8 = "fp8"
+    AUTO = "auto"  # measured at start
+
+
+class CheckpointFormat(str, Enum):
+    """What `save_state` writes."""
+
+    SHARDED = "sharded"
+    FULL = "full"
+
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_DTYPE_ALIASES = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+def dtype_name(value: Any, key: str) -> str | None:
+    """Normalise a dtype given as text (`"bf16"`, `"torch.bfloat16"`) or as `torch.dtype`."""
+    if value is None:
+        return None
+    text = str(value).removeprefix("torch.")
+    text = _DTYPE_ALIASES.get(text, text)
+    if text not in _DTYPES:
+        raise ValueError(f"{key}: {value!r} is not a dtype that ourshard computes in; use one of {', '.join(_DTYPES)}.")
+    return text
+
+
+def _set(instance: Any, name: str, value: Any) -> None:
+    object.__setattr__(instance, name, value)
+
+
+def _at_least(value: int, least: int, key: str) -> None:
+    if value < least:
+        raise ValueError(f"{key}: {value!r} is too small; it must be {least} or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class WrapConfig:
+    """Which modules become units. `policy: auto` turns to `classes`, `modules` or `min_params` when one is given."""
+
+    policy: WrapPolicy = WrapPolicy.AUTO
+    classes: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    min_params: int = 0
+    ignore: tuple[str, ...] = ()  # dotted module names whose parameters ourshard leaves alone
+
+    def __post_init__(self) -> None:
+        _at_least(self.min_params, 0, "wrap.min_params")
+        given = [p for p in (WrapPolicy.CLASSES, WrapPolicy.MODULES, WrapPolicy.MIN_PARAMS) if getattr(self, p.value)]
+        if self.policy is WrapPolicy.AUTO and len(given) == 1:
+            _set(self, "policy", given[0])
+        elif given and given != [self.policy]:
+            raise ValueError(
+                f"wrap: policy {self.policy.value!r} and {', '.join(g.value for g in given)} disagree; "
+                "give one of classes, modules and min_params, and leave policy at 'auto'."
+            )
+        if self.policy.value in ("classes", "modules", "min_params") and not given:
+            raise ValueError(f"wrap: policy {self.policy.value!r} needs wrap.{self.policy.value}.")
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionConfig:
+    """The dtypes of a run; `None` means: from Accelerate's `mixed_precision`."""
+
+    param_dtype: str | None = None  # forward and backward compute in this
+    reduce_dtype: str | None = None  # gradients travel in this
+    master_dtype: str = "float32"  # the optimizer updates this
+    buffer_dtype: str | None = None  # floating-point buffers are cast to this; None leaves them
+    output_dtype: str | None = None  # floating-point outputs of the root are cast to this; None leaves them
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "master_dtype", "buffer_dtype", "output_dtype"):
+            _set(self, name, dtype_name(getattr(self, name), f"precision.{name}"))
+        if self.master_dtype is None:
+            _set(self, "master_dtype", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchConfig:
+    """How many units are gathered ahead of the one that computes."""
+
+    forward: int = 1
+    backward: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(self.forward, 0, "prefetch.forward")
+        _at_least(self.backward, 0, "prefetch.backward")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    """Where masters with optimizer state, and parameter shards, live between uses."""
+
+    optimizer: Tier = Tier.NONE
+    params: Tier = Tier.NONE
+    optimizer_ratio: float = 1.0  # part of the optimizer elements that leave the device
+    nvme_path: str | None = None
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.optimizer_ratio <= 1.0:
+            raise ValueError(f"offload.optimizer_ratio: {self.optimizer_ratio!r} is not between 0 and 1.")
+        if Tier.NVME in (self.optimizer, self.params) and not self.nvme_path:
+            raise ValueError("offload: nvme needs offload.nvme_path, a folder on a local disk.")
+
+    @property
+    def active(self) -> bool:
+        return (self.optimizer, self.params) != (Tier.NONE, Tier.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationConfig:
+    """Codecs of the two collectives."""
+
+    weights: Codec = Codec.NONE
+    gradients: Codec = Codec.NONE
+    error_feedback: bool = False
+    stochastic_rounding: bool = False
+    block: int = 256  # elements that share one scale
+
+    def __post_init__(self) -> None:
+        if self.weights is Codec.INT4:
+            raise ValueError("communication.weights: int4 loses too much for weights; use int8 or fp8.")
+        if self.gradients is Codec.FP8:
+            raise ValueError("communication.gradients: fp8 is for weights; use int8 or int4.")
+        if self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(f"communication.block: {self.block!r} must be a power of two of 16 or more.")
+        if self.error_feedback and self.gradients is Codec.NONE:
+            raise ValueError("communication.error_feedback needs communication.gradients: int8 or int4.")
+
+    @property
+    def active(self) -> bool:
+        return (self.weights, self.gradients) != (Codec.NONE, Codec.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """What a checkpoint looks like."""
+
+    format: CheckpointFormat = CheckpointFormat.SHARDED
+    asynchronous: bool = False
+    save_dtype: str | None = None  # consolidated weights; None keeps each parameter's own dtype
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "save_dtype", dtype_name(self.save_dtype, "checkpoint.save_dtype"))
+        if self.keep is not None:
+            _at_least(self.keep, 1, "checkpoint.keep")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """Everything that decides how a model is sharded. See docs/design.md, "The config, by name"."""
+
+    stage: int = 3
+    reshard_after_forward: bool = True
+    shard_size: int | str | None = None  # ranks that share one sharded copy: a number, "node", or None for all
+    shard_optimizer_over: str = "shard"  # or "all": masters and states over shard x replicate
+    secondary_shard_size: int | None = None  # hpZ: ranks that share a second, node-local shard for backward
+    persist_below: int = 1000  # elements; smaller parameters stay whole, with DDP semantics
+    wrap: WrapConfig = field(default_factory=WrapConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    accumulate: Accumulate = Accumulate.SHARDED
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    activation_checkpointing: bool = False
+    low_memory_loading: bool = True
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    timeout: float | None = None  # seconds a collective may wait; None: the process group's own
+    ledger: bool = False  # count bytes, calls and peaks
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage: {self.stage!r} does not exist; use 0 (DDP), 1, 2 or 3 (full shard).")
+        if isinstance(self.shard_size, str) and self.shard_size != "node":
+            raise ValueError(f"shard_size: {self.shard_size!r} is not a number, 'node' or null.")
+        if isinstance(self.shard_size, int):
+            _at_least(self.shard_size, 1, "shard_size")
+        if self.shard_optimizer_over not in ("shard", "all"):
+            raise ValueError(f"shard_optimizer_over: {self.shard_optimizer_over!r} is not 'shard' or 'all'.")
+        if self.secondary_shard_size is not None:
+            _at_least(self.secondary_shard_size, 1, "secondary_shard_size")
+            if self.stage != 3:
+                raise ValueError(f"secondary_shard_size needs stage 3; stage {self.stage} keeps parameters whole.")
+        _at_least(self.persist_below, 0, "persist_below")
+        if self.offload.params is not Tier.NONE and self.stage != 3:
+            raise ValueError(f"offload.params needs stage 3; stage {self.stage} keeps whole parameters on the device.")
+        if self.timeout is not None and self.timeout <= 0:
+            raise ValueError(f"timeout: {self.timeout!r} must be a positive number of seconds.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ShardConfig:
+        """Build from nested mappings, as YAML gives them. Raises `ValueError` on unknown keys and wrong types."""
+        config: ShardConfig = _build(cls, values, "")
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain nested values that `from_dict` takes back to an equal object."""
+        result: dict[str, Any] = _plain(self)
+        return result
+
+    def replace(self, **changes: Any) -> ShardConfig:
+        """Return a copy with top-level fields changed; nested sections may be mappings that change some keys."""
+        merged = self.to_dict()
+        for key, value in changes.items():
+            value = _plain(value)
+            if isinstance(value, dict) and isinstance(merged.get(key), dict):
+                merged[key] = {**merged[key], **value}
+            else:
+                merged[key] = value
+        return ShardConfig.from_dict(merged)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def nearest(name: str, names: typing.Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest of `names`, or all of them when none is close."""
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+def _build(cls: type, values: Any, prefix: str) -> Any:
+    if isinstance(values, cls):
+        return values
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{prefix.rstrip('.') or 'ourshard_config'}: expected a mapping, got {values!r}.")
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        key = str(unknown[0])
+        raise ValueError(f"Unknown key {prefix + key!r} in the ourshard config.{nearest(key, hints)}")
+    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """Convert `value` to the annotated type, or raise `ValueError` with the key."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        for option in (o for o in options if o is not type(None)):
+            try:
+                return _convert(option, value, key)
+            except ValueError as error:
+                last = error
+        raise last
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, key + ".")  # type: ignore[arg-type]
+    if typing.get_origin(hint) is tuple:
+        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+            raise ValueError(f"{key}: expected a list of names, got {value!r}.")
+        return tuple(items)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _convert_enum(hint, value, key)
+    return _convert_scalar(hint, value, key)
+
+
+def _convert_enum(hint: type[Enum], value: Any, key: str) -> Enum:
+    if isinstance(value, hint):
+        return value
+    text = "none" if value is None else str(value).lower()
+    known = [str(member.value) for member in hint]
+    if text not in known:
+        raise ValueError(f"{key}: {value!r} is not one of {', '.join(known)}.")
+    return hint(text)
+
+
+def _convert_scalar(hint: Any, value: Any, key: str) -> Any:
+    if hint is str:
+        if isinstance(value, (bool, int, float, Mapping, list)):
+            raise ValueError(f"{key}: expected text, got {value!r}.")
+        return str(value)
+    if isinstance(value, str):
+        value = _parse_scalar(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+        return int(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(hint, str(hint))
+    raise ValueError(f"{key}: expected {wanted}, got {value!r}.")
+
+
+def _parse_scalar(text: str) -> Any:
+    """Read a scalar given as text (environment variables and flags give all values so)."""
+    lowered = text.strip().lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    for kind in (int, float):
+        try:
+            return kind(lowered)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,1 @@
+"""FSDP and DeepSpeed flags to `ShardConfig` and back."""

@@ -1,0 +1,1 @@
+"""How ourshard gets under Accelerate, Transformers and PEFT."""

@@ -1,0 +1,1 @@
+"""Host and disk tiers for masters and parameters."""

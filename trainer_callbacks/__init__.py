@@ -1,0 +1,1 @@
+"""Trainer callbacks of ourshard, one a file."""
