@@ -1,0 +1,199 @@
+"""What every reader of a checkpoint format gives: names, shapes and plain data at once, tensors by rows on demand.
+
+A reader is a subclass of `Source`. It is registered by name in `registry.py` (formats of others: in
+`foreign/__init__.py`), and then `detect`, `convert`, `inspect` and `verify` know it. The rules for readers:
+
+- `find` looks at file names (and at most at a few small files), never at tensors, and does not raise on odd folders.
+- The constructor reads metadata only: no tensor. Anything wrong in a file raises `CheckpointError` naming the file.
+- `tensors` holds each tensor once, under the name of its owner: aliases are in `description.ties` only. Weights are the
+  fp32 masters where the format has them; `description.own_dtypes` then says the dtype of the model's own copy.
+- Keys are canonical: names as `model.named_parameters()` and `named_buffers()` give them, with no prefix of a wrapper
+  (`module.`, `_orig_mod.`, `_fsdp_wrapped_module.`), for PEFT models the names within the PEFT model.
+- Optimizer state of one parameter is `TensorKey(state key, parameter name)`, of the parameter's whole shape or 0-d
+  (`step`). What is not a tensor (floats, None) is in `description.param_state`.
+- `read` returns CPU tensors that own their memory, contiguous, and only of the rows asked for. It is called from several
+  threads at once. It checks sizes before it allocates.
+- Everything in the description is plain data: None, bool, int, float, str, list, dict, tuple, and tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+
+PARAM = "param"
+BUFFER = "buffer"
+EXTRA_PREFIX = "extra."  # kinds beside the optimizer's state, such as "extra.ema"; formats of others hold none
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is incomplete, damaged, hostile, or not what it was asked to be. Names the file or the key."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TensorKey:
+    """A tensor of a checkpoint: `kind` is "param", "buffer", or a state key of the optimizer such as "exp_avg"."""
+
+    kind: str
+    name: str
+
+    @property
+    def is_state(self) -> bool:
+        """Tell whether this is state of the optimizer."""
+        return self.kind not in (PARAM, BUFFER) and not self.kind.startswith(EXTRA_PREFIX)
+
+    def __str__(self) -> str:
+        return self.name if self.kind == PARAM else f"{self.name} ({self.kind})"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """The whole shape and the stored dtype of one tensor."""
+
+    key: TensorKey
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if any(length < 0 for length in self.shape):
+            raise CheckpointError(f"{self.key}: shape {self.shape} has a negative length")
+
+    @property
+    def numel(self) -> int:
+        """Count the elements."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Return the length of the first dimension; 1 for a 0-d tensor."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_nbytes(self) -> int:
+        """Count the bytes of one row; 0 if the tensor has no rows."""
+        return self.nbytes // self.rows if self.rows else 0
+
+    def rows_within(self, start_row: int, stop_row: int | None) -> tuple[int, int]:
+        """Return (start, stop) with the default filled in; raise ValueError if they lie outside of the tensor."""
+        stop = self.rows if stop_row is None else stop_row
+        if not 0 <= start_row <= stop <= self.rows:
+            raise ValueError(f"{self.key}: rows {start_row}:{stop} of a tensor with {self.rows} rows")
+        return start_row, stop
+
+    def shape_of(self, start_row: int, stop_row: int) -> tuple[int, ...]:
+        """Return the shape of these rows; () for a 0-d tensor."""
+        return (stop_row - start_row, *self.shape[1:]) if self.shape else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint says beside its tensors. None or empty: the checkpoint does not say."""
+
+    world_size: int | None = None  # ranks that wrote it
+    stage: int | None = None  # ZeRO stage; 3 for full shard
+    step: int | None = None  # optimizer steps taken
+    param_groups: tuple[Mapping[str, Any], ...] = ()  # options of each group by name; "params" lists parameter names
+    param_state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # parameter -> state that is no tensor
+    ties: Mapping[str, str] = field(default_factory=dict)  # alias -> owner
+    frozen: frozenset[str] = frozenset()  # parameters that are not trained
+    own_dtypes: Mapping[str, torch.dtype] = field(
+        default_factory=dict
+    )  # dtype in the model, where the stored one differs
+    scheduler: Any = None  # state_dict of the learning-rate scheduler; a list if there are several
+    scaler: Any = None  # state_dict of the gradient scaler
+    client_state: Mapping[str, Any] = field(default_factory=dict)  # what the user's program put in
+    adapter_config: Mapping[str, Any] | None = None  # adapter_config.json of PEFT
+    versions: Mapping[str, str] = field(default_factory=dict)  # library -> version that wrote it
+    files: Mapping[str, Path] = field(default_factory=dict)  # to be carried along: name in the new folder -> file
+    losses: tuple[str, ...] = ()  # what this checkpoint has and the reader does not carry, one sentence each
+    oddities: tuple[str, ...] = ()  # what is unusual here, one sentence each, for `inspect`
+
+
+class Source(ABC):
+    """An opened checkpoint. Use as a context manager; nothing but metadata is read before `read`."""
+
+    format: ClassVar[str]  # name in the registry, as `inspect` shows it
+    looks_for: ClassVar[str]  # what `find` wants to see, for the error of `detect`: "model.safetensors or ..."
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.description = Description()
+        self.tensors: Mapping[TensorKey, TensorInfo] = {}
+
+    @classmethod
+    @abstractmethod
+    def find(cls, path: Path) -> Path | None:
+        """Return what to open if `path` (a folder, outer or inner, or a file) is of this format, else None."""
+
+    @abstractmethod
+    def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
+        """Return rows [start_row, stop_row) of the first dimension (a 0-d tensor: whole), on the CPU, contiguous, owned.
+
+        Raises KeyError for an unknown key, ValueError for rows outside of it, CheckpointError for a damaged file.
+        """
+
+    def verify_files(self) -> Iterator[tuple[str, str | None]]:
+        """Yield (file, None) for each file that was checked against its own record, (file, problem) for each that fails.
+
+        Formats without hashes check what they can: sizes, headers, that all pieces are there.
+        """
+        yield from ()
+
+    def read_blocks(self, key: TensorKey, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (start row, rows) over the whole tensor in blocks of at most `nbytes`, or of one row if that is more."""
+        info = self.tensors[key]
+        if not info.shape or info.numel == 0:
+            yield 0, self.read(key)
+            return
+        block = max(1, nbytes // info.row_nbytes)
+        for start in range(0, info.rows, block):
+            yield start, self.read(key, start, min(info.rows, start + block))
+
+    def close(self) -> None:
+        """Close the files."""
+        return None
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def keys_of(self, kind: str) -> list[TensorKey]:
+        """List the keys of one kind, in the order of the checkpoint."""
+        return [key for key in self.tensors if key.kind == kind]
+
+
+def detect(path: str | Path) -> Source:
+    """Open the checkpoint at `path`, an outer folder (checkpoint-N), an inner one, or a file, whatever its format.
+
+    Raises FileNotFoundError if nothing is there, CheckpointError listing what was looked for if no format fits.
+    """
+    from .registry import readers
+
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    tried = []
+    for reader in readers():
+        found = reader.find(path)
+        if found is not None:
+            return reader(found)
+        tried.append(f"  {reader.format}: {reader.looks_for}")
+    raise CheckpointError(f"{path} is no checkpoint of a known format. Looked for:\n" + "\n".join(tried))
