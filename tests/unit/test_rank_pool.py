@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import PoolSet, RankError, RankTimeout, run_cli
+from tests.commands import run_cli
+from tests.rank_pool import PoolSet, RankError, RankTimeout
 
 pytestmark = pytest.mark.ranks
 
