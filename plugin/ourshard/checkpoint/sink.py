@@ -1,8 +1,8 @@
 """What every writer of a checkpoint format is, and the folder it writes into.
 
-A writer is a subclass of `Sink`, registered by name (`registry.py`; formats of others: `foreign/__init__.py`). It gets a
-`Source` whose names, dtypes and contents are final (filters, renames and casts are done by `convert` in a view over the
-source), and a `Workspace`: a temporary folder that `convert` flushes and renames when `write` has returned. The rules:
+A writer is a subclass of `Sink`, registered by name (`registry.py`; formats of others: `foreign/__init__.py`). It gets
+a `Source` whose names, dtypes and contents are final (filters, renames and casts are done by `convert` in a view over
+the source), and a `Workspace`: a temporary folder that `convert` flushes and renames when `write` has returned. Rules:
 
 - Only `Workspace` touches the disk, so that a name cannot lead outside, a crash leaves nothing half-written under the
   final name, and a finished file is not written again when the conversion is run anew.
@@ -10,10 +10,10 @@ source), and a `Workspace`: a temporary folder that `convert` flushes and rename
   workers together stay within the budget; a request larger than the budget waits until it is alone.
 - What the format cannot hold is named by `losses`; `convert` tells the user before it writes.
 
-`Workspace` (workspace.py) has: `finished(name)`, `create(name)` (a context manager that gives a stream with `write(bytes-like)`
-and `tell()`; torch.save can write into it), `write_bytes(name, data)`, `copy(name, path)`, `reserve(nbytes)`,
-`budget` (bytes), `map(function, items)` (over the workers; the first error is raised) and `report(nbytes)` (progress).
-Names are relative with forward slashes; folders are made as needed.
+`Workspace` (workspace.py) has: `finished(name)`, `create(name)` (a context manager that gives a stream with
+`write(bytes-like)` and `tell()`; torch.save can write into it), `write_bytes(name, data)`, `copy(name, path)`,
+`reserve(nbytes)`, `budget` (bytes), `map(function, items)` (over the workers; the first error is raised) and
+`report(nbytes)` (progress). Names are relative with forward slashes; folders are made as needed.
 """
 
 from __future__ import annotations

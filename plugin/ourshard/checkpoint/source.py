@@ -11,8 +11,9 @@ A reader is a subclass of `Source`. It is registered by name in `registry.py` (f
   (`module.`, `_orig_mod.`, `_fsdp_wrapped_module.`), for PEFT models the names within the PEFT model.
 - Optimizer state of one parameter is `TensorKey(state key, parameter name)`, of the parameter's whole shape or 0-d
   (`step`). What is not a tensor (floats, None) is in `description.param_state`.
-- `read` returns CPU tensors that own their memory, contiguous, and only of the rows asked for. It is called from several
-  threads at once. It checks sizes before it allocates.
+- `read` returns CPU tensors that own their memory, contiguous, and only of the rows asked for. It is called from
+  several threads at once. It checks sizes before it allocates, and reads by pread rather than by mmap: mapped pages
+  count as memory used, and the budget is held against that.
 - Everything in the description is plain data: None, bool, int, float, str, list, dict, tuple, and tensors.
 """
 
@@ -141,20 +142,24 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
-        """Return rows [start_row, stop_row) of the first dimension (a 0-d tensor: whole), on the CPU, contiguous, owned.
+        """Return rows [start_row, stop_row) of the first dimension (0-d: whole), on the CPU, contiguous, owned.
 
         Raises KeyError for an unknown key, ValueError for rows outside of it, CheckpointError for a damaged file.
         """
 
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return what belongs to one rank alone, plain data: random states, the data position. Empty: not known."""
+        return {}
+
     def verify_files(self) -> Iterator[tuple[str, str | None]]:
-        """Yield (file, None) for each file that was checked against its own record, (file, problem) for each that fails.
+        """Yield (file, None) for each file that is as its own record says, (file, problem) for each that is not.
 
         Formats without hashes check what they can: sizes, headers, that all pieces are there.
         """
         yield from ()
 
     def read_blocks(self, key: TensorKey, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (start row, rows) over the whole tensor in blocks of at most `nbytes`, or of one row if that is more."""
+        """Yield (start row, rows) over the whole tensor, in blocks of at most `nbytes`, or of one row if larger."""
         info = self.tensors[key]
         if not info.shape or info.numel == 0:
             yield 0, self.read(key)

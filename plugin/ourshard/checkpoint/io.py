@@ -1,0 +1,96 @@
+"""The one door to the disk for what a checkpoint writes: each create, write, flush, rename and removal is a call here.
+
+Tests put an object of their own in its place, that stops at the n-th call, loses what was not flushed, or says that the
+disk is full.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+Buffer = bytes | bytearray | memoryview
+
+_MAX_BUFFERS = 512  # in one writev; the limit of Linux is 1024
+
+
+class DiskIO:
+    """The operations, on the real disk."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and its parents; one that exists is fine."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> BinaryIO:
+        """Open a new file for writing, unbuffered; an existing one is an error."""
+        return open(path, "xb", buffering=0)
+
+    def write(self, file: BinaryIO, buffers: Sequence[Buffer]) -> None:
+        """Write all of these bytes at the end."""
+        views = [view for buffer in buffers if (view := memoryview(buffer).cast("B")).nbytes]
+        descriptor = file.fileno()
+        while views:
+            written = os.writev(descriptor, views[:_MAX_BUFFERS])
+            while views and written >= views[0].nbytes:
+                written -= views.pop(0).nbytes
+            if written:
+                views[0] = views[0][written:]
+
+    def flush(self, file: BinaryIO) -> None:
+        """Return when the file's bytes are on the disk."""
+        os.fsync(file.fileno())
+
+    def flush_folder(self, path: Path) -> None:
+        """Return when the folder's names are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such thing
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move a file over another, or a folder to a free name, at once."""
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; a missing one is fine."""
+        path.unlink(missing_ok=True)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and all in it; a missing one is fine."""
+        shutil.rmtree(path, ignore_errors=not path.exists())
+
+
+DISK = DiskIO()
+
+
+def write_file(io: DiskIO, path: Path, buffers: Sequence[Buffer]) -> None:
+    """Create a file with these bytes and flush it."""
+    with io.create(path) as file:
+        io.write(file, buffers)
+        io.flush(file)
+
+
+def replace_file(io: DiskIO, path: Path, data: Buffer) -> None:
+    """Put these bytes under a name that may exist, so that a reader sees the old or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.writing")
+    io.remove(temporary)
+    write_file(io, temporary, [data])
+    io.rename(temporary, path)
+    io.flush_folder(path.parent)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return folder/name; raise ValueError if the name is absolute, empty, or leads outside of the folder."""
+    parts = name.replace("\\", "/").split("/")
+    drive = len(parts[0]) > 1 and parts[0][1] == ":"
+    if name.startswith(("/", "\\")) or drive or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{name!r} is not a name inside of {folder}")
+    return folder.joinpath(*parts)

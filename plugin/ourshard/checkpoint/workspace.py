@@ -1,0 +1,245 @@
+"""The temporary folder that a writer fills: streams with hashes, a memory budget, workers, progress, a journal.
+
+Note [Restart]: the journal lists each file that is finished (flushed) with its length and hash. A conversion that is
+run anew with the same source and options finds the folder by its name, and skips what the journal lists. The first line
+of the journal is the fingerprint of source and options; with another one the folder is emptied first.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import xxhash
+
+from .io import DISK, Buffer, DiskIO, inside
+
+JOURNAL = ".journal"
+COPY_BLOCK = 8 << 20
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A finished file."""
+
+    name: str
+    nbytes: int
+    digest: str  # xxh3_128 of all bytes
+
+
+class OutputStream:
+    """A file being written, front to back; hashes what passes."""
+
+    def __init__(self, io: DiskIO, file: BinaryIO) -> None:
+        self._io = io
+        self._file = file
+        self._hash = xxhash.xxh3_128()
+        self._nbytes = 0
+
+    def write(self, data: Buffer) -> int:
+        """Append the bytes; return their number, as file objects do."""
+        view = memoryview(data).cast("B")
+        self._io.write(self._file, [view])
+        self._hash.update(view)
+        self._nbytes += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        """Return the number of bytes written so far."""
+        return self._nbytes
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back, and the file is flushed once, when it is finished."""
+
+    def digest(self) -> str:
+        """Return the hash of the bytes so far."""
+        return self._hash.hexdigest()
+
+
+class Budget:
+    """A number of bytes that workers share. One that asks for more than there is waits until it is alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._free = nbytes
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, nbytes: int) -> Iterator[None]:
+        """Hold this many bytes within the block. Do not nest: two workers that each hold a part would wait forever."""
+        taken = min(nbytes, self.nbytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= taken)
+            self._free -= taken
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += taken
+                self._changed.notify_all()
+
+
+class Workspace:
+    """A temporary folder with its budget and workers. Its maker moves it to its place when all is written."""
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        *,
+        budget: int,
+        workers: int = 1,
+        io: DiskIO = DISK,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.io = io
+        self.budget = budget
+        self.workers = workers
+        self._budget = Budget(budget)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._finished = self._open_journal(fingerprint)
+        self._started: set[str] = set()
+
+    @property
+    def written(self) -> dict[str, Written]:
+        """Return the finished files by name."""
+        return dict(self._finished)
+
+    def finished(self, name: str) -> bool:
+        """Tell whether an earlier, stopped run has finished this file, so that it need not be written again."""
+        return name in self._finished
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[OutputStream]:
+        """Give a stream for a new file; flush and note it at the end of the block, remove it on an error."""
+        path = self._claim(name)
+        with self.io.create(path) as file:
+            stream = OutputStream(self.io, file)
+            yield stream
+            self.io.flush(file)
+        self._note(Written(name, stream.tell(), stream.digest()))
+
+    def write_bytes(self, name: str, data: Buffer) -> None:
+        """Write a small file, unless it is finished."""
+        if not self.finished(name):
+            with self.create(name) as stream:
+                stream.write(data)
+
+    def copy(self, name: str, path: Path) -> None:
+        """Copy a file of the source, unless it is finished."""
+        if self.finished(name):
+            return
+        with open(path, "rb") as source, self.create(name) as stream:
+            while block := source.read(COPY_BLOCK):
+                stream.write(block)
+
+    def reserve(self, nbytes: int) -> AbstractContextManager[None]:
+        """Return a context manager that holds this many bytes of the budget. Do not nest."""
+        return self._budget.reserve(nbytes)
+
+    def report(self, nbytes: int) -> None:
+        """Tell the progress bar that this many bytes of tensors are done."""
+        if self._progress is not None:
+            with self._lock:
+                self._progress(nbytes)
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Call the function for all items on the workers; return the results in order, or raise the first error."""
+        items = list(items)
+        if self.workers == 1 or len(items) < 2:
+            return [function(item) for item in items]
+        with ThreadPoolExecutor(self.workers) as pool:
+            futures = [pool.submit(function, item) for item in items]
+            done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in waiting:
+                future.cancel()
+            for future in done:
+                future.result()
+            return [future.result() for future in futures]
+
+    def finish(self) -> None:
+        """Close the journal and remove it, with every file that is not listed in it; flush the folders."""
+        self._journal.close()
+        listed = {inside(self.folder, name) for name in self._finished}
+        for path in self.folder.rglob("*"):
+            if path not in listed and not path.is_dir():
+                self.io.remove(path)
+        self._flush_folders()
+
+    def close(self) -> None:
+        """Close the journal, and leave the folder for another run."""
+        self._journal.close()
+
+    def _flush_folders(self) -> None:
+        """Flush the names in all folders, innermost first."""
+        folders = {self.folder}
+        for name in self._finished:
+            path = inside(self.folder, name).parent
+            while path not in folders:
+                folders.add(path)
+                path = path.parent
+        for path in sorted(folders, key=lambda path: -len(path.parts)):
+            self.io.flush_folder(path)
+
+    def _claim(self, name: str) -> Path:
+        """Check a name, make its folder, and clear away what a stopped run left under it."""
+        path = inside(self.folder, name)
+        with self._lock:
+            if name in self._started or name in self._finished:
+                raise RuntimeError(f"{name} is written twice")
+            self._started.add(name)
+        self.io.make_folder(path.parent)
+        self.io.remove(path)
+        return path
+
+    def _note(self, written: Written) -> None:
+        line = json.dumps([written.name, written.nbytes, written.digest]) + "\n"
+        with self._lock:
+            self._finished[written.name] = written
+            self.io.write(self._journal, [line.encode()])
+
+    def _open_journal(self, fingerprint: str) -> dict[str, Written]:
+        """Return what is finished already, with the journal opened for more."""
+        self.io.make_folder(self.folder)
+        path = self.folder / JOURNAL
+        finished = _read_journal(path, fingerprint)
+        if finished is None:
+            self.io.remove_tree(self.folder)
+            self.io.make_folder(self.folder)
+        self.io.remove(path)
+        self._journal = self.io.create(path)
+        lines = [json.dumps(fingerprint)]
+        lines += [json.dumps([item.name, item.nbytes, item.digest]) for item in (finished or {}).values()]
+        self.io.write(self._journal, ["".join(line + "\n" for line in lines).encode()])
+        return finished or {}
+
+
+def _read_journal(path: Path, fingerprint: str) -> dict[str, Written] | None:
+    """Return the files that are finished and of the noted length; None if the journal is of another conversion."""
+    try:
+        lines = path.read_text().splitlines()
+        if not lines or json.loads(lines[0]) != fingerprint:
+            return None
+    except (OSError, ValueError):
+        return None
+    finished = {}
+    for line in lines[1:]:
+        try:
+            written = Written(*json.loads(line))
+            there = inside(path.parent, written.name).stat().st_size == written.nbytes
+        except (OSError, ValueError, TypeError):  # the last line may be cut off
+            continue
+        if there:
+            finished[written.name] = written
+    return finished
