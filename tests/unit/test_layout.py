@@ -49,7 +49,13 @@ MOE_FUSED: list[Shape] = [(4096, 4096), (1024, 4096), (8, 4096), (8, 28672, 4096
 WORLDS = [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 31, 32, 48, 64, 96, 128, 256, 384, 512]
 
 
-def check_laws(layout: UnitLayout, specs: list[TensorSpec], world: int, align: int) -> None:
+def granules_of(spec: TensorSpec, fine: bool) -> set[int]:
+    """The spec's granule, and with `fine` also the elements of whole trailing dimensions, the last one at least."""
+    trailing = range(1, len(spec.shape)) if fine else range(0)
+    return {spec.granule} | {math.prod(spec.shape[dim:]) for dim in trailing}
+
+
+def check_laws(layout: UnitLayout, specs: list[TensorSpec], world: int, align: int, fine: bool = False) -> None:
     """Check every law from the definitions, rank by rank, without the planner's own arithmetic."""
     layout.validate(align)
     assert sorted(tensor.index for lane in layout.lanes for tensor in lane.tensors) == list(range(len(specs)))
@@ -60,19 +66,20 @@ def check_laws(layout: UnitLayout, specs: list[TensorSpec], world: int, align: i
         taken_to = [0] * world
         for position, tensor in enumerate(lane.tensors):
             spec = specs[tensor.index]
-            assert (tensor.numel, tensor.granule, lane.key) == (spec.numel, spec.granule, spec.key)
+            assert (tensor.numel, lane.key) == (spec.numel, spec.key)
+            assert tensor.granule in granules_of(spec, fine)
             assert tensor.offset % align == 0
             row = 0
             for rank in lane.ranks_of(position):
                 part = lane.rows_on(position, rank)
                 assert part.start == row, "rows must follow each other from rank to rank"
                 assert part.stop > part.start
-                assert rank * lane.shard_numel + part.offset == tensor.offset + part.start * spec.granule
+                assert rank * lane.shard_numel + part.offset == tensor.offset + part.start * tensor.granule
                 assert part.offset >= taken_to[rank], "tensors of a lane overlap"
                 taken_to[rank] = part.offset + part.numel(tensor.granule)
                 assert taken_to[rank] <= lane.shard_numel
                 row = part.stop
-            assert row == spec.rows, "every row must lie on exactly one rank"
+            assert row * tensor.granule == spec.numel, "every row must lie on exactly one rank"
 
 
 shapes = st.one_of(
@@ -89,16 +96,17 @@ shapes = st.one_of(
     world=st.integers(1, 512),
     align=st.sampled_from([1, 16, 256]),
     limit=st.sampled_from([0, 1000, 1_000_000]),
+    fine=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-@example(unit=[], world=4, align=16, limit=0)
-@example(unit=[((0,), "bf16"), ((3, 0), "bf16")], world=4, align=16, limit=0)
+@example(unit=[], world=4, align=16, limit=0, fine=True)
+@example(unit=[((0,), "bf16"), ((3, 0), "bf16")], world=4, align=16, limit=0, fine=True)
 def test_every_element_lies_on_exactly_one_rank_and_cuts_fall_between_rows(
-    unit: list[tuple[Shape, str]], world: int, align: int, limit: int
+    unit: list[tuple[Shape, str]], world: int, align: int, limit: int, fine: bool
 ) -> None:
     specs = [TensorSpec(str(index), shape, key) for index, (shape, key) in enumerate(unit)]
-    layout = plan_unit(specs, world, align=align, max_padding_numel=limit)
-    check_laws(layout, specs, world, align)
+    layout = plan_unit(specs, world, align=align, max_padding_numel=limit, fine_granules=fine)
+    check_laws(layout, specs, world, align, fine)
     assert len(layout.lanes) <= 3 * len({spec.key for spec in specs})
 
 
@@ -157,6 +165,22 @@ def test_fused_experts_are_cut_between_experts() -> None:
     specs = specs_of(*MOE_FUSED)
     for world in (1, 2, 4, 8, 16, 64):
         check_laws(plan_unit(specs, world), specs, world, 16)
+
+
+def test_fine_granules_cut_fused_experts_inside_an_expert_only_where_the_padding_asks_for_it() -> None:
+    specs = specs_of(*MOE_FUSED)
+    numel = sum(spec.numel for spec in specs)
+    for world in WORLDS:
+        layout = plan_unit(specs, world, fine_granules=True)
+        check_laws(layout, specs, world, 16, fine=True)
+        assert layout.padding <= 0.01 * numel, f"{layout.padding} of {numel} on {world} ranks"
+        if plan_unit(specs, world).padding <= 0.01 * numel:
+            assert layout == plan_unit(specs, world)
+
+
+def test_fine_granules_leave_matrices_whole() -> None:
+    specs = specs_of(*OTHER_UNITS["vision 1152x4304"])
+    assert plan_unit(specs, 512, fine_granules=True) == plan_unit(specs, 512)
 
 
 def test_tensors_of_different_keys_never_share_a_lane() -> None:

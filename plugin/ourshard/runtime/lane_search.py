@@ -171,7 +171,7 @@ def _ladder(items: Sequence[_Item], lower: int, align: int) -> list[int]:
 
 
 def _next_shard(items: Sequence[_Item], shard: int, align: int) -> int:
-    """Return the next shard from `shard` on that is a multiple of the granule of every tensor longer than two shards."""
+    """Return the next shard size from `shard` that the granules of all tensors longer than two shards divide."""
     candidates = [shard, *(_round_up(-(-item.numel // 2), align) for item in items if item.numel > 2 * shard)]
     best = 0
     for start in sorted(set(candidates)):
@@ -220,6 +220,8 @@ def _place(items: Sequence[_Item], shard: int, lane: int, align: int) -> list[tu
 
 def _take_hole(item: _Item, holes: list[tuple[int, int]], shard: int, align: int) -> int | None:
     for number, (hole_start, hole_stop) in enumerate(holes):
+        if item.numel > hole_stop - hole_start:
+            continue
         start = _first_start(item, hole_start, shard, align)
         if start is not None and start + item.numel <= hole_stop:
             # What lies before `start` is lost; that is less than one row.
