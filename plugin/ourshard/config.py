@@ -262,12 +262,62 @@ class ShardConfig:
         """Return a copy with top-level fields changed; nested sections may be mappings that change some keys."""
         merged = self.to_dict()
         for key, value in changes.items():
-            value = _plain(value)
-            if isinstance(value, dict) and isinstance(merged.get(key), dict):
-                merged[key] = {**merged[key], **value}
+            change = _plain(value)
+            if isinstance(change, dict) and isinstance(merged.get(key), dict):
+                merged[key] = {**merged[key], **change}
             else:
-                merged[key] = value
+                merged[key] = change
         return ShardConfig.from_dict(merged)
+
+
+def config_keys() -> dict[str, Any]:
+    """Return every leaf key in dotted form (`"offload.optimizer"`) with its annotated type, in order."""
+    return _leaf_keys(ShardConfig, "")
+
+
+def _leaf_keys(cls: Any, prefix: str) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        nested = dataclasses.is_dataclass(hint)
+        keys.update(_leaf_keys(hint, f"{prefix}{name}.") if nested else {prefix + name: hint})
+    return keys
+
+
+def plain_value(key: str, value: Any) -> Any:
+    """Normalise `value` as the dotted `key` takes it, in plain form: `"8"` is 8, `"bf16"` is `"bfloat16"`.
+
+    Raises:
+        ValueError: `key` is unknown (the nearest name is given), or `value` has another type.
+    """
+    hints = config_keys()
+    if key not in hints:
+        raise ValueError(f"Unknown key {key!r} in the ourshard config.{nearest(key, hints)}")
+    if key.endswith("_dtype"):
+        return dtype_name(value, key)
+    return _plain(_convert(hints[key], value, key))
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn nested mappings into dotted keys; keys that are dotted already stay so."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{inner}": item for inner, item in flatten(value).items()})
+        else:
+            flat[str(key)] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted keys back into nested dictionaries."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = value
+    return nested
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,180 @@
+"""DeepSpeed's configuration: a `ds_config.json`, or the `deepspeed_config:` section of an Accelerate YAML.
+
+Every `"auto"` is replaced by the Trainer's or Accelerate's value, or dropped so that ours decides; none is left over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ourshard.config import ShardConfig, flatten
+from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, ZERO
+from ourshard.flags.fsdp import unsayable
+from ourshard.flags.language import Language, normalise
+from ourshard.flags.result import FlagResult, disagreement, merge
+
+DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
+
+_STAGE = "zero_optimization.stage"
+_PERSIST = "zero_optimization.param_persistence_threshold"
+_SECTION_KEYS = {spelling for flag in (*ZERO, *LAUNCHER) for spelling in flag.spellings if "." not in spelling}
+_SECTION_DEFAULT_STAGE = 2  # Accelerate's, when `deepspeed_config:` names neither a stage nor a file
+
+
+def from_deepspeed(
+    raw: Mapping[str, Any] | str | Path, auto: Mapping[str, Any] | None = None, source: str = ""
+) -> FlagResult:
+    """Read a DeepSpeed configuration.
+
+    `raw` is a mapping (a `ds_config.json`, or Accelerate's `deepspeed_config:`) or the path of a JSON file. `auto`
+    holds what the Trainer or Accelerate says, by DeepSpeed's dotted keys, plus `world_size` and `hidden_size`; it fills
+    every `"auto"`, and what is not `"auto"` has to agree with it.
+
+    Raises:
+        ValueError: an unknown key, a refused value, keys that contradict each other or the values in `auto`.
+    """
+    if not isinstance(raw, Mapping):
+        source = source or str(raw)
+        raw = load_json(raw)
+    section = any(key in _SECTION_KEYS for key in raw)
+    source = source or ("deepspeed_config" if section else "ds_config")
+    known = dict(auto or {})
+    world_size, hidden_size = known.pop("world_size", None), known.pop("hidden_size", None)
+    if hidden_size is not None:  # the rule of transformers' Trainer for this "auto"
+        known.setdefault(_PERSIST, 10 * hidden_size)
+    results = [_read(raw, known, source)]
+    path = raw.get("deepspeed_config_file")
+    if path not in (None, "", "none"):
+        results.append(_read(load_json(path), known, str(path)))
+    if not any("stage" in result.said for result in results):
+        results.append(_default_stage(source, section and len(results) == 1))
+    result = merge(results)
+    _check_batch(result, world_size, source)
+    return result
+
+
+def load_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object from `path`, or raise `ValueError` with the path and what is wrong."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: no DeepSpeed configuration could be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}.")
+    return values
+
+
+def _read(raw: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> FlagResult:
+    return DEEPSPEED.read(_resolve_auto(_flat(raw), auto, source), source)
+
+
+def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    flat = flatten(raw)
+    if isinstance(flat.get("zero_optimization"), bool):  # the form of DeepSpeed's first versions
+        flat[_STAGE] = int(flat.pop("zero_optimization"))
+    return flat
+
+
+def _default_stage(source: str, section: bool) -> FlagResult:
+    stage, whose = (_SECTION_DEFAULT_STAGE, "Accelerate") if section else (0, "DeepSpeed")
+    origin = f"{source}: no stage is given, {whose}'s default is {stage}"
+    return FlagResult(ShardConfig(stage=stage), {"stage": stage}, {"stage": origin})
+
+
+def _resolve_auto(flat: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Replace or drop every `"auto"`, and check the other values against `auto`."""
+    known = {DEEPSPEED.find(key).key if not DEEPSPEED.find(key).tree else key: value for key, value in auto.items()}
+    resolved: dict[str, Any] = {}
+    for spelling, value in flat.items():
+        flag = DEEPSPEED.find(spelling)
+        key = spelling if flag.tree else flag.key
+        if isinstance(value, str) and value.lower() == "auto":
+            if known.get(key) is not None:
+                resolved[spelling] = known[key]
+            continue
+        resolved[spelling] = value
+        if known.get(key) is not None and value is not None and key != _PERSIST:
+            said, wanted = (normalise(flag.kind, item, spelling) for item in (value, known[key]))
+            if not _same(said, wanted):
+                message = disagreement(spelling, said, source, wanted, "the Trainer or Accelerate")
+                raise ValueError(f'{message} "auto" in {source} follows the other.')
+    return resolved
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Compare two values of a key: lists item by item, numbers that were written as text as numbers."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, str) != isinstance(other, str):
+        try:
+            return float(one) == float(other)
+        except (TypeError, ValueError):
+            return False
+    return bool(one == other)
+
+
+def _check_batch(result: FlagResult, world_size: int | None, source: str) -> None:
+    run = result.run
+    factors = (run.micro_batch_size, run.gradient_accumulation_steps, world_size)
+    if run.train_batch_size is None or None in factors:
+        return
+    micro, steps, ranks = (int(factor) for factor in factors if factor is not None)
+    if run.train_batch_size != micro * steps * ranks:
+        raise ValueError(
+            f"{source}: train_batch_size {run.train_batch_size} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {ranks} ranks = {micro * steps * ranks}; leave train_batch_size "
+            "out, it follows from the others."
+        )
+
+
+def to_deepspeed(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Write `config` as a `ds_config.json`; the notes say what DeepSpeed has no word for.
+
+    Batch sizes, accumulation, clipping and precision are written as `"auto"`, for the Trainer or Accelerate to fill.
+    """
+    raw: dict[str, Any] = {"zero_optimization": _zero(config)}
+    raw |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    dtypes = {name: _SHORT.get(str(getattr(config.precision, name))) for name in ("param_dtype", "buffer_dtype")}
+    if any(dtypes.values()):
+        raw["data_types"] = {name: dtype for name, dtype in dtypes.items() if dtype}
+    if config.precision.reduce_dtype in _SHORT:
+        raw["communication_data_type"] = _SHORT[config.precision.reduce_dtype]
+    if config.precision.master_dtype == "bfloat16":
+        raw["bf16"] = {"enabled": "auto", "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    if config.precision.master_dtype == "float16":
+        raw["fp16"] = {"enabled": "auto", "fp16_master_weights_and_grads": True}
+    if config.ledger:
+        raw["comms_logger"] = {"enabled": True}
+    for key in ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size"):
+        raw[key] = "auto"
+    raw["train_micro_batch_size_per_gpu"] = "auto"
+    return raw, unsayable(config, from_deepspeed(raw).config, "DeepSpeed")
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def _zero(config: ShardConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": config.stage, "overlap_comm": True, "contiguous_gradients": True}
+    offload = config.offload
+    for name, tier in (("offload_optimizer", offload.optimizer.value), ("offload_param", offload.params.value)):
+        if tier != "none":
+            zero[name] = {"device": tier, "pin_memory": offload.pin_memory}
+            zero[name] |= {"nvme_path": offload.nvme_path} if tier == "nvme" else {}
+    if "offload_optimizer" in zero and offload.optimizer_ratio != 1.0:
+        zero["offload_optimizer"]["ratio"] = offload.optimizer_ratio
+    if config.stage == 3:
+        zero["stage3_param_persistence_threshold"] = config.persist_below
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if config.prefetch.forward == 0 and config.prefetch.backward == 0:
+        zero["stage3_prefetch_bucket_size"] = 0
+    if config.secondary_shard_size is not None:
+        zero["zero_hpz_partition_size"] = config.secondary_shard_size
+    if config.communication.weights.value == "int8":
+        zero["zero_quantized_weights"] = True
+    if config.communication.gradients.value == "int4":
+        zero["zero_quantized_gradients"] = True
+    return zero
