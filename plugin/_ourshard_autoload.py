@@ -1,5 +1,125 @@
-"""Put the import hook of ourshard in place. torch calls `install` through the `torch.backends` entry point."""
+"""Put the import hooks of ourshard in place. torch calls `install` through the `torch.backends` entry point.
+
+This runs in every process that imports torch, so it imports nothing but what Python has loaded anyway, it never
+raises, and it stays a top-level module of its own: if it could not be imported, `import torch` would fail for all.
+
+Note [Post-import hooks]
+A finder at the front of `sys.meta_path` looks a name up in one dict. For the few modules in `HOOKS` it lets the other
+finders find the spec and puts a loader around theirs; the loader takes itself out of the module again, runs it, and
+then calls the function of that name in `ourshard.integrations.register`.
+
+wrapt's `when_imported` is not used, for two reasons. It fires at once for a module that is in `sys.modules` but still
+being executed, and that is a common case here: `from accelerate import Accelerator` is what imports torch, so that
+`accelerate.accelerator` stands at its own `import torch` when we are called. And importing wrapt would cost every
+process that imports torch more than all of this does. For such a half-made module we wait until the import system says
+it is done: it sets `spec._initializing` to False, so for that long the spec is of a subclass that notices.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+# module -> function of `ourshard.integrations.register` that is called with the module when it is complete
+HOOKS = {
+    "accelerate.utils.launch": "launch_environment",
+    "accelerate.commands.config.config_args": "config_classes",
+    "accelerate.accelerator": "accelerator_class",
+}
 
 
 def install() -> None:
-    """Do nothing yet."""
+    """Hook the modules in `HOOKS`, those imported already and those to come. Idempotent; never raises."""
+    try:
+        if _disabled() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            return
+        sys.meta_path.insert(0, _Finder())
+        for name in HOOKS:
+            module = sys.modules.get(name)
+            if module is not None:
+                _hook_imported(name, module)
+    except Exception as error:
+        _complain("the interpreter's imports", error)
+
+
+def _disabled() -> bool:
+    return os.environ.get("OURSHARD_DISABLE", "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _hook_imported(name: str, module: Any) -> None:
+    spec = getattr(module, "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        _await(spec)
+    else:
+        _fire(name, module)
+
+
+def _fire(name: str, module: Any) -> None:
+    """Call the hook of a module that is complete."""
+    try:
+        from ourshard.integrations import register
+
+        getattr(register, HOOKS[name])(module)
+    except Exception as error:
+        _complain(name, error)
+
+
+def _complain(what: str, error: Exception) -> None:
+    warnings.warn(
+        f"ourshard could not hook into {what} and is off in this process: {error!r}. OURSHARD_DISABLE=1 keeps it off.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _await(spec: Any) -> None:
+    """Fire the hook of `spec`'s module as soon as its import ends. See Note [Post-import hooks]."""
+    kind = type(spec)
+
+    def get(self: Any) -> bool:
+        return bool(self.__dict__.get("_initializing"))
+
+    def notice(self: Any, initializing: bool) -> None:
+        self.__dict__["_initializing"] = initializing
+        if not initializing:
+            self.__class__ = kind
+            if self.name in sys.modules:  # a module whose import failed is gone
+                _fire(self.name, sys.modules[self.name])
+
+    spec.__class__ = type(kind.__name__, (kind,), {"_initializing": property(get, notice)})
+
+
+class _Loader:
+    """Run a module with its own loader, then its hook; leave no trace in the module."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _fire(module.__spec__.name, module)
+
+
+class _Finder:
+    """Find what the other finders find; the modules in `HOOKS` get a loader that calls their hook."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in HOOKS:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None

@@ -1,6 +1,7 @@
 """ourshard: sharded data-parallel training under Accelerate and the Transformers Trainer.
 
-Names are loaded on first use, so that `import ourshard` costs nothing in a process that does not train.
+Names are loaded on first use, so that `import ourshard` costs nothing in a process that does not train. The import
+puts the hooks into accelerate, if torch has not done so already (`TORCH_DEVICE_BACKEND_AUTOLOAD=0`).
 """
 
 from __future__ import annotations
@@ -8,13 +9,25 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import _ourshard_autoload
+
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "ShardConfig": "ourshard.config",
+    "ShardPlugin": "ourshard.integrations.plugin",
+    "disable": "ourshard.integrations.switch",
+    "enable": "ourshard.integrations.switch",
+    "clip_grad_norm_": "ourshard.runtime.api",
+    "clip_grad_value_": "ourshard.runtime.api",
+    "engine_of": "ourshard.runtime.api",
+    "full_state_dict": "ourshard.runtime.api",
+    "gathered": "ourshard.runtime.api",
+    "shard_model": "ourshard.runtime.api",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+__all__ = ["__version__"]
+__all__ += list(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
@@ -25,3 +38,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_ourshard_autoload.install()

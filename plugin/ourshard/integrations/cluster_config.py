@@ -1,0 +1,110 @@
+"""`distributed_type: OURSHARD` and `ourshard_config:` in the config files of `accelerate launch`.
+
+Note [The section]
+`ClusterConfig`, the dataclass that accelerate reads a config file into, is replaced by a subclass with one more field.
+Its `process_config` turns the type into MULTI_GPU, which is accelerate's word for "start the processes with torchrun";
+what the workers are is decided there, by the environment (`launcher.py`). `to_dict` gives the file's own words back,
+so that `accelerate env` and `accelerate config update` show and write what was read.
+
+The section is kept as a `UserDict`, not as a dict: the launcher copies each entry of a dict section over its own
+arguments of that name (`debug`, `module`, ...), and takes anything else whole, as `args.ourshard_config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+from ourshard.flags.result import FlagResult, from_values, merge
+from ourshard.integrations.switch import SWITCH, ConfigError, flag
+
+NAME = "OURSHARD"
+FOREIGN = ("fsdp_config", "deepspeed_config")
+# What a file may say beside the switch; the rest names an engine that ourshard does not stand on.
+SHARDABLE = (
+    NAME,
+    "NO",
+    "MULTI_CPU",
+    "MULTI_GPU",
+    "MULTI_XPU",
+    "MULTI_NPU",
+    "MULTI_HPU",
+    "MULTI_MLU",
+    "FSDP",
+    "DEEPSPEED",
+)
+
+
+class Section(UserDict[str, Any]):
+    """The `ourshard_config` of a file that asks for ourshard, as written, and all it says about sharding."""
+
+    def __init__(self, written: Mapping[str, Any] | None, yaml_type: str, result: FlagResult) -> None:
+        super().__init__(written or {})
+        self.written = written
+        self.yaml_type = yaml_type
+        self.result = result
+
+
+def with_section(cluster_config: type) -> type:
+    """Return a subclass of accelerate's `ClusterConfig` that reads and writes the section."""
+
+    class ClusterConfig(cluster_config):  # type: ignore[misc,valid-type]
+        ourshard_config: Any = None
+
+        @staticmethod
+        def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+            return cluster_config.process_config(_resolve(config_dict))  # type: ignore[attr-defined,no-any-return]
+
+        def to_dict(self) -> dict[str, Any]:
+            result: dict[str, Any] = super().to_dict()
+            section = result.pop("ourshard_config", None)
+            if isinstance(section, Section):
+                result["distributed_type"] = section.yaml_type
+                if section.written is not None:
+                    result["ourshard_config"] = dict(section.written)
+            return result
+
+    ClusterConfig.__module__, ClusterConfig.__qualname__ = cluster_config.__module__, cluster_config.__qualname__
+    return dataclasses.dataclass(ClusterConfig)
+
+
+def _resolve(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config file in accelerate's words, with a `Section` if they ask for ourshard."""
+    yaml_type = str(getattr(values.get("distributed_type"), "value", values.get("distributed_type", NAME)))
+    if yaml_type != NAME and "ourshard_config" not in values and not flag(SWITCH):
+        return values
+    if yaml_type not in SHARDABLE:
+        raise ConfigError(f"distributed_type: {yaml_type} cannot be sharded by ourshard; use {NAME}.")
+    written = values.get("ourshard_config")
+    section = Section(written, yaml_type, read_sections(values))
+    run = section.result.run
+    resolved = {**values, "distributed_type": "MULTI_GPU", "ourshard_config": section}
+    if run.mixed_precision and not values.get("mixed_precision"):
+        resolved["mixed_precision"] = run.mixed_precision
+    return resolved
+
+
+def read_sections(values: Mapping[str, Any]) -> FlagResult:
+    """Read everything that a config file says about sharding, in our words and in those of FSDP and DeepSpeed.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be, or two sections that disagree; one line.
+    """
+    written = values.get("ourshard_config")
+    if written is not None and not isinstance(written, Mapping):
+        raise ConfigError(f"ourshard_config: expected a mapping of keys and values, got {written!r}.")
+    try:
+        results = [from_values(written or {}, "ourshard_config")]
+        if values.get("fsdp_config"):
+            from ourshard.flags.fsdp import from_fsdp
+
+            results.append(from_fsdp(values["fsdp_config"], parallelism=values.get("parallelism_config") or None))
+        if values.get("deepspeed_config"):
+            from ourshard.flags.deepspeed import from_deepspeed
+
+            results.append(from_deepspeed(values["deepspeed_config"]))
+        return merge(results)
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from error

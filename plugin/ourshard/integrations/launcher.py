@@ -1,0 +1,119 @@
+"""The launcher's half of the contract: `accelerate launch` tells its workers that ourshard is on, and how.
+
+Each function stands around the function of accelerate with its name, which makes the environment or the command of the
+workers. Where ourshard was not asked for, it adds nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from ourshard.config import unflatten
+from ourshard.flags.result import RUN, FlagResult, from_values, merge
+from ourshard.integrations.cluster_config import Section
+from ourshard.integrations.switch import CONFIG, SWITCH, ConfigError, environment_config, flag
+
+Environment = dict[str, str]
+# Read by accelerate itself in the workers, which would set up the other engine.
+_OTHER_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+_ON_CPU = "ACCELERATE_USE_CPU"
+GRADIENT_CLIPPING = "OURSHARD_GRADIENT_CLIPPING"
+
+
+def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Namespace) -> Environment:
+    """Return the environment of workers that torchrun will start."""
+    wanted = _wanted(args)
+    environment = prepare(args)
+    if wanted is not None:
+        _hand_over(environment, wanted, args)
+        # accelerate exports this for one process only; without it n ranks on CPUs would train n models side by side
+        environment[_ON_CPU] = str(_on_cpu(args)).lower()
+    return environment
+
+
+def prepare_simple_launcher_cmd_env(
+    prepare: Callable[[Namespace], tuple[list[str], Environment]], args: Namespace
+) -> tuple[list[str], Environment]:
+    """Return command and environment of a launch that accelerate makes without torchrun.
+
+    That is what `--cpu` does, or a launch without a GPU and without a config file: one process, whatever
+    `--num_processes` says. For ourshard the command becomes torchrun's.
+    """
+    wanted = _wanted(args)
+    command, environment = prepare(args)
+    if wanted is not None:
+        _hand_over(environment, wanted, args)
+        if (args.num_processes or 1) > 1 and getattr(args, "mpirun_hostfile", None) is None:
+            command = _torchrun(args)
+            environment[_ON_CPU] = str(_on_cpu(args)).lower()
+    return command, environment
+
+
+def _on_cpu(args: Namespace) -> bool:
+    return bool(args.cpu or getattr(args, "use_cpu", False))
+
+
+def _wanted(args: Namespace) -> FlagResult | None:
+    """Return what the launch asks of ourshard; None when it does not ask for it."""
+    section = getattr(args, "ourshard_config", None)
+    if isinstance(section, Section):
+        if args.use_fsdp or args.use_deepspeed:
+            other = "--use_fsdp" if args.use_fsdp else "--use_deepspeed"
+            raise ConfigError(f"{other} and the config file's ourshard disagree about the engine; leave {other} out.")
+        sources = [section.result]
+    elif flag(SWITCH):
+        sources = []
+    else:
+        return None
+    try:
+        if args.use_fsdp:
+            sources.append(_from_flags(args))
+        result = merge([*sources, from_values(environment_config(), CONFIG)])
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    _check_sizes(result, args)
+    return result
+
+
+def _from_flags(args: Namespace) -> FlagResult:
+    """Read the `--fsdp_*` flags that were given on the command line, not their defaults, which argparse fills in."""
+    from ourshard.flags.fsdp import from_fsdp
+
+    given = {name: getattr(args, name) for name in getattr(args, "nondefault", ()) if name.startswith("fsdp_")}
+    return from_fsdp(given, source="--fsdp flags")
+
+
+def _check_sizes(result: FlagResult, args: Namespace) -> None:
+    size, world = result.config.shard_size, args.num_processes
+    if isinstance(size, int) and world and world % size:
+        raise ConfigError(f"shard_size: {size} does not divide the {world} processes of this launch.")
+
+
+def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) -> None:
+    """Write the switch and the config to the workers' environment."""
+    for name in _OTHER_ENGINES:
+        environment.pop(name, None)
+    said = {key: value for key, value in wanted.said.items() if not key.startswith(RUN)}
+    environment[SWITCH] = "true"
+    environment[CONFIG] = json.dumps(unflatten(said))
+    if wanted.run.gradient_accumulation_steps is not None:
+        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(wanted.run.gradient_accumulation_steps)
+    if wanted.run.gradient_clipping:
+        environment[GRADIENT_CLIPPING] = str(wanted.run.gradient_clipping)
+
+
+def _torchrun(args: Namespace) -> list[str]:
+    """Return torchrun's command for a launch on this machine alone."""
+    if (args.num_machines or 1) > 1:
+        raise ConfigError(
+            "Several machines on CPUs need torchrun, which --cpu does not start; set use_cpu: true in the config file."
+        )
+    port = ["--standalone"] if not args.main_process_port else ["--master_port", str(args.main_process_port)]
+    kind = ["--no_python"] if args.no_python else ["--module"] if args.module else []
+    command: list[Any] = [sys.executable, "-m", "torch.distributed.run", *port]
+    command += ["--nproc_per_node", args.num_processes, *kind, args.training_script, *args.training_script_args]
+    return [str(part) for part in command]

@@ -1,0 +1,105 @@
+"""How ourshard is asked for: the environment, `enable`, or an argument of `Accelerator`.
+
+The environment is the contract that every launcher can keep: `ACCELERATE_USE_OURSHARD=true`, and `OURSHARD_CONFIG`
+with the config as JSON. `accelerate launch` sets both from the YAML; `torchrun`, SLURM or a notebook may set them too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ourshard.config import ShardConfig
+    from ourshard.integrations.plugin import ShardPlugin
+
+SWITCH = "ACCELERATE_USE_OURSHARD"
+CONFIG = "OURSHARD_CONFIG"
+DISABLE = "OURSHARD_DISABLE"
+
+# What `enable` was given, and the environment that it wrote. An environment that has changed since is the newer word.
+_enabled: ShardPlugin | None = None
+_enabled_as: tuple[str | None, str | None] = (None, None)
+
+
+class ConfigError(ValueError, SystemExit):
+    """A config that cannot work, found by the launcher.
+
+    To callers it is a `ValueError`. Uncaught it ends a command with its message as the only line, as `SystemExit` does:
+    the user of `accelerate launch` has a YAML to correct and no use for the launcher's traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = message
+
+
+def flag(name: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether a variable of the environment says yes."""
+    value = (os.environ if environment is None else environment).get(name, "")
+    return value.strip().lower() in ("1", "true", "yes", "on")
+
+
+def asked_for(arguments: Mapping[str, Any]) -> bool:
+    """Return whether `Accelerator(**arguments)` is to be ours."""
+    handlers = arguments.get("kwargs_handlers") or ()
+    return (
+        arguments.get("ourshard_plugin") is not None
+        or flag(SWITCH)
+        or any(getattr(handler, "is_ourshard_plugin", False) for handler in handlers)
+    )
+
+
+def enable(plugin: ShardPlugin | ShardConfig | Mapping[str, Any] | None = None) -> ShardPlugin:
+    """Make every `Accelerator` that this process and its children create from now on a sharded one.
+
+    Call it before `Accelerator()`, or before `notebook_launcher` and `debug_launcher`. It writes `SWITCH` and `CONFIG`
+    to the environment, which is how spawned processes learn of it. Returns the plugin in force.
+    """
+    global _enabled, _enabled_as
+    from ourshard.integrations.plugin import ShardPlugin
+
+    if flag(DISABLE):
+        raise ValueError(f"ourshard.enable(): {DISABLE}=1 is set; unset it, or leave the call out.")
+    _enabled = plugin if isinstance(plugin, ShardPlugin) else ShardPlugin(plugin)
+    os.environ[SWITCH] = "true"
+    os.environ[CONFIG] = json.dumps(_enabled.config.to_dict())
+    _enabled_as = (os.environ[SWITCH], os.environ[CONFIG])
+    return _enabled
+
+
+def disable() -> None:
+    """Take `enable` back: an `Accelerator` created from now on is the stock one."""
+    global _enabled
+    _enabled = None
+    os.environ.pop(SWITCH, None)
+    os.environ.pop(CONFIG, None)
+
+
+def enabled_plugin() -> ShardPlugin | None:
+    """Return the plugin that `enable` was given, if the environment still is what `enable` made it."""
+    return _enabled if _enabled_as == (os.environ.get(SWITCH), os.environ.get(CONFIG)) else None
+
+
+def environment_config() -> dict[str, Any]:
+    """Return what `OURSHARD_CONFIG` holds, as plain nested values; empty when it is not set."""
+    text = os.environ.get(CONFIG, "").strip()
+    if not text:
+        return {}
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{CONFIG} is not JSON ({error}): {text[:100]!r}. Example: '{{\"stage\": 2}}'.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{CONFIG}: expected a JSON object, got {text[:100]!r}. Example: '{{\"stage\": 2}}'.")
+    return values
+
+
+def mentions_ourshard(config_file: str | os.PathLike[str]) -> bool:
+    """Return whether a config file of accelerate, or the environment, asks for ourshard. Reads text, not YAML."""
+    path = Path(config_file)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return flag(SWITCH) or "OURSHARD" in text or "ourshard_config" in text
