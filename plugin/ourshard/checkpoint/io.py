@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,14 +31,11 @@ class DiskIO:
 
     def write(self, file: BinaryIO, buffers: Sequence[Buffer]) -> None:
         """Write all of these bytes at the end."""
-        views = [view for buffer in buffers if (view := memoryview(buffer).cast("B")).nbytes]
-        descriptor = file.fileno()
-        while views:
-            written = os.writev(descriptor, views[:_MAX_BUFFERS])
-            while views and written >= views[0].nbytes:
-                written -= views.pop(0).nbytes
-            if written:
-                views[0] = views[0][written:]
+        _drain(buffers, lambda views, done: os.writev(file.fileno(), views))
+
+    def write_at(self, file: BinaryIO, position: int, buffers: Sequence[Buffer]) -> None:
+        """Write all of these bytes, one after another, from this position; may be called from several threads."""
+        _drain(buffers, lambda views, done: os.pwritev(file.fileno(), views, position + done))
 
     def flush(self, file: BinaryIO) -> None:
         """Return when the file's bytes are on the disk."""
@@ -66,6 +63,20 @@ class DiskIO:
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it; a missing one is fine."""
         shutil.rmtree(path, ignore_errors=not path.exists())
+
+
+def _drain(buffers: Sequence[Buffer], call: Callable[[Sequence[memoryview], int], int]) -> None:
+    """Call until all bytes are written; the system may take a part at a time."""
+    views = [view for buffer in buffers if (view := memoryview(buffer).cast("B")).nbytes]
+    done = first = 0
+    while first < len(views):
+        written = call(views[first : first + _MAX_BUFFERS], done)
+        done += written
+        while first < len(views) and written >= views[first].nbytes:
+            written -= views[first].nbytes
+            first += 1
+        if written:
+            views[first] = views[first][written:]
 
 
 DISK = DiskIO()

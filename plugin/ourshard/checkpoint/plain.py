@@ -1,7 +1,7 @@
-"""Plain data as JSON and back, exactly: what is no JSON (tuples, tensors, bytes, NaN, keys that are no text) is tagged.
+"""Plain data as JSON and back, exactly: what JSON lacks (tuples, tensors, bytes, NaN, keys that are no text) is tagged.
 
-Used for scheduler, scaler, random states and what the user's program adds. Anything else (functions, classes) is refused
-when saving, and a tag that is not known is refused when loading: nothing is ever unpickled.
+Used for scheduler, scaler, random states and what the user's program adds. Anything else (functions, classes) is
+refused when saving, and a tag that is not known is refused when loading: nothing is ever unpickled.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from .io import DISK, Buffer, DiskIO, inside
 
 JOURNAL = ".journal"
 COPY_BLOCK = 8 << 20
+MAX_BLOCK = 16 << 20  # larger blocks were no faster, and memory above 32 MiB is mapped anew each time
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -29,11 +30,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished file."""
+    """A finished file. `digests`: the xxh3_128 of all its bytes, or what its writer noted for each of its pieces."""
 
     name: str
     nbytes: int
-    digest: str  # xxh3_128 of all bytes
+    digests: tuple[str, ...]
 
 
 class OutputStream:
@@ -63,6 +64,19 @@ class OutputStream:
     def digest(self) -> str:
         """Return the hash of the bytes so far."""
         return self._hash.hexdigest()
+
+
+class PositionedFile:
+    """A file being written at any position, by several workers at once. Its writer puts the hashes into `digests`."""
+
+    def __init__(self, io: DiskIO, file: BinaryIO) -> None:
+        self._io = io
+        self._file = file
+        self.digests: tuple[str, ...] = ()
+
+    def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
+        """Write these bytes, one after another, from this position."""
+        self._io.write_at(self._file, position, buffers)
 
 
 class Budget:
@@ -105,6 +119,7 @@ class Workspace:
         self.io = io
         self.budget = budget
         self.workers = workers
+        self.block_nbytes = max(4096, min(MAX_BLOCK, budget // (4 * workers)))  # what to read at a time
         self._budget = Budget(budget)
         self._progress = progress
         self._lock = threading.Lock()
@@ -128,7 +143,19 @@ class Workspace:
             stream = OutputStream(self.io, file)
             yield stream
             self.io.flush(file)
-        self._note(Written(name, stream.tell(), stream.digest()))
+        self._note(Written(name, stream.tell(), (stream.digest(),)))
+
+    @contextmanager
+    def create_positioned(self, name: str, nbytes: int) -> Iterator[PositionedFile]:
+        """Give a new file of this length to be filled in any order; flush and note it at the end of the block."""
+        path = self._claim(name)
+        with self.io.create(path) as file:
+            target = PositionedFile(self.io, file)
+            yield target
+            self.io.flush(file)
+        if path.stat().st_size != nbytes:
+            raise RuntimeError(f"{name} has {path.stat().st_size} bytes, planned were {nbytes}")
+        self._note(Written(name, nbytes, target.digests))
 
     def write_bytes(self, name: str, data: Buffer) -> None:
         """Write a small file, unless it is finished."""
@@ -204,10 +231,9 @@ class Workspace:
         return path
 
     def _note(self, written: Written) -> None:
-        line = json.dumps([written.name, written.nbytes, written.digest]) + "\n"
         with self._lock:
             self._finished[written.name] = written
-            self.io.write(self._journal, [line.encode()])
+            self.io.write(self._journal, [_line(written)])
 
     def _open_journal(self, fingerprint: str) -> dict[str, Written]:
         """Return what is finished already, with the journal opened for more."""
@@ -219,10 +245,13 @@ class Workspace:
             self.io.make_folder(self.folder)
         self.io.remove(path)
         self._journal = self.io.create(path)
-        lines = [json.dumps(fingerprint)]
-        lines += [json.dumps([item.name, item.nbytes, item.digest]) for item in (finished or {}).values()]
-        self.io.write(self._journal, ["".join(line + "\n" for line in lines).encode()])
+        lines = [_line(written) for written in (finished or {}).values()]
+        self.io.write(self._journal, [json.dumps(fingerprint).encode() + b"\n", *lines])
         return finished or {}
+
+
+def _line(written: Written) -> bytes:
+    return json.dumps([written.name, written.nbytes, written.digests]).encode() + b"\n"
 
 
 def _read_journal(path: Path, fingerprint: str) -> dict[str, Written] | None:
@@ -236,7 +265,8 @@ def _read_journal(path: Path, fingerprint: str) -> dict[str, Written] | None:
     finished = {}
     for line in lines[1:]:
         try:
-            written = Written(*json.loads(line))
+            name, nbytes, digests = json.loads(line)
+            written = Written(name, nbytes, tuple(digests))
             there = inside(path.parent, written.name).stat().st_size == written.nbytes
         except (OSError, ValueError, TypeError):  # the last line may be cut off
             continue

@@ -1,0 +1,229 @@
+"""Commit a save, and find the newest complete one. Every step goes through `DiskIO`; no process group here.
+
+Note [Commit]: files are written and flushed in `.NAME.writing`; the manifest is written last in there, flushed; the
+folder is renamed to NAME, and the folder above flushed. So a folder called NAME is complete, and a crash at any instant
+leaves at most a `.NAME.writing`. To replace an existing NAME it is first renamed to `.NAME.replaced`, and removed when
+the new one is in place: at each instant one of the two is complete, and `newest_complete` looks at both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from . import manifest as manifests
+from .io import DISK, DiskIO, replace_file
+from .manifest import FileRecord, Manifest
+from .pieces import gaps_of, where
+from .shard_writer import PARTS
+from .sharded import ShardedSource, is_ours
+from .source import CheckpointError, Description, TensorInfo, TensorKey
+
+LATEST = "latest"
+_NUMBER = re.compile(r"(\d+)$")
+_HIDDEN = re.compile(r"\.(.+)\.(writing|replaced|removing)")
+
+
+def begin(final: Path, *, replace: bool = False, io: DiskIO = DISK) -> Path:
+    """Make the empty temporary folder of a save that is to become `final`; FileExistsError if that name is taken."""
+    if final.exists() and not replace:
+        raise FileExistsError(f"{final} exists; a checkpoint is not written over another unless that is asked for")
+    temporary = _beside(final, "writing")
+    io.remove_tree(temporary)
+    io.make_folder(temporary)
+    return temporary
+
+
+def assemble(
+    temporary: Path,
+    description: Description,
+    *,
+    ranks: Sequence[int] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Join the part files of all ranks (`ranks`: those that share this disk) into the manifest.
+
+    Raises RuntimeError if a rank has no part, or the parts disagree, or leave elements out or give them twice.
+    """
+    world_size = description.world_size
+    assert world_size, "a save knows its world size"
+    ranks = range(world_size) if ranks is None else ranks
+    tensors: dict[TensorKey, TensorInfo] = {}
+    scalars: dict[TensorKey, Any] = {}
+    files: dict[str, FileRecord] = {}
+    for rank in ranks:
+        part = _read_part(temporary / PARTS / f"rank-{rank:05d}.json", rank, world_size)
+        for key, info in manifests.load_tensors(part["tensors"]).items():
+            if tensors.setdefault(key, info) != info:
+                raise RuntimeError(f"{key}: rank {rank} says {info}, a rank before it {tensors[key]}")
+        for key, value in manifests.load_scalars(part["scalars"]).items():
+            if not scalars.setdefault(key, value).equal(value):
+                raise RuntimeError(f"{key}: {value} on rank {rank}, {scalars[key]} on a rank before it")
+        for entry in part["files"]:
+            record = manifests.load_file(entry)
+            if files.setdefault(record.path, record) != record:
+                raise RuntimeError(f"{record.path} was written by ranks {files[record.path].rank} and {record.rank}")
+    manifest = Manifest(
+        description=description,
+        tensors=tensors,
+        scalars=scalars,
+        files=tuple(files.values()),
+        ranks=tuple(ranks),
+        mesh=mesh or {},
+        config=config or {},
+        saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+    )
+    _check_coverage(manifest, whole=len(ranks) == world_size)
+    return manifest
+
+
+def publish(temporary: Path, final: Path, manifest: Manifest, *, replace: bool = False, io: DiskIO = DISK) -> None:
+    """Write the manifest and put the folder in its place, as Note [Commit] says."""
+    io.remove_tree(temporary / PARTS)
+    flush_tree(temporary, io)
+    name = manifests.file_name(manifest.ranks, manifest.description.world_size or 0)
+    replace_file(io, temporary / name, manifests.dump(manifest))
+    put_in_place(temporary, final, replace=replace, io=io)
+
+
+def put_in_place(temporary: Path, final: Path, *, replace: bool = False, io: DiskIO = DISK) -> None:
+    """Rename a finished folder to its name; an existing one stays complete under another until that is done."""
+    replaced = _beside(final, "replaced")
+    if final.exists():
+        if not replace:
+            raise FileExistsError(f"{final} exists; a checkpoint is not written over another unless that is asked for")
+        io.remove_tree(replaced)
+        io.rename(final, replaced)
+    io.rename(temporary, final)
+    io.flush_folder(final.parent)
+    io.remove_tree(replaced)
+
+
+def abandon(temporary: Path, io: DiskIO = DISK) -> None:
+    """Remove what a failed save has written."""
+    io.remove_tree(temporary)
+
+
+def flush_tree(folder: Path, io: DiskIO = DISK) -> None:
+    """Flush the names in a folder and all below, innermost first."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        io.flush_folder(Path(path))
+
+
+def set_latest(root: Path, name: str, io: DiskIO = DISK) -> None:
+    """Let `root/latest` name a checkpoint; readers see the old name or the new one."""
+    replace_file(io, root / LATEST, f"{name}\n".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest complete checkpoint, if there is one, and the newer ones that are not, each with the reason."""
+
+    path: Path | None
+    skipped: tuple[str, ...]
+
+
+def newest_complete(root: Path, *, inner: str = "", verify: bool = False) -> Newest:
+    """Find the newest checkpoint in `root` that is complete: all files there, of their length; `verify`: hashes too.
+
+    `inner`: where our folder lies within each ("" if it is the checkpoint itself). Ordered by the number at the end of
+    the name, then by the time of the save.
+    """
+    skipped: list[str] = []
+    for folder, problem in _newest_first(root, inner):
+        reason = problem or _problem(folder / inner, verify)
+        if reason is None:
+            return Newest(folder, tuple(skipped))
+        skipped.append(f"{folder}: {reason}")
+    return Newest(None, tuple(skipped))
+
+
+def retain(root: Path, keep: int, *, inner: str = "", io: DiskIO = DISK) -> list[Path]:
+    """Remove all complete checkpoints but the newest `keep`; return them. Those that are not complete do not count.
+
+    They are renamed first, so that one that is removed by half is never taken for a checkpoint.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}: the last good checkpoint is never removed, so it has to be 1 or more")
+    complete = [path for path, problem in _newest_first(root, inner) if (problem or _problem(path / inner)) is None]
+    for path in complete[keep:]:
+        removing = _beside(path, "removing")
+        io.rename(path, removing)
+        io.remove_tree(removing)
+    return complete[keep:]
+
+
+def sweep(root: Path, io: DiskIO = DISK) -> list[Path]:
+    """Clear up after a crash: finish removals, drop unfinished saves, and give a replaced one its name back if needed.
+
+    Only when no save is going on. Returns what was removed.
+    """
+    removed = []
+    for path in sorted(root.iterdir()):
+        hidden = _HIDDEN.fullmatch(path.name)
+        if hidden is None or not path.is_dir():
+            continue
+        final = root / hidden[1]
+        if hidden[2] == "replaced" and not final.exists():
+            io.rename(path, final)
+            continue
+        io.remove_tree(path)
+        removed.append(path)
+    return removed
+
+
+def _beside(final: Path, what: str) -> Path:
+    return final.with_name(f".{final.name}.{what}")
+
+
+def _read_part(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+    try:
+        part = manifests.unseal(path.read_bytes(), path)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"rank {rank} has written no part of the checkpoint in {path.parent}") from error
+    if (part["rank"], part["world_size"]) != (rank, world_size):
+        raise RuntimeError(f"{path} is of rank {part['rank']} in a world of {part['world_size']}, not of {world_size}")
+    return part
+
+
+def _check_coverage(manifest: Manifest, *, whole: bool) -> None:
+    for key, pieces in manifest.pieces().items():
+        gaps = gaps_of(manifest.tensors[key], pieces)
+        if whole and gaps:
+            missing = where(manifest.tensors[key], *gaps[0])
+            raise RuntimeError(f"{key}: no rank wrote {missing}; the checkpoint is not committed")
+
+
+def _newest_first(root: Path, inner: str) -> Iterator[tuple[Path, str | None]]:
+    """Yield (folder, None) for each that may be a checkpoint, (folder, problem) for each that is none any more."""
+    found = []
+    for folder in root.iterdir() if root.is_dir() else ():
+        hidden = _HIDDEN.fullmatch(folder.name)
+        name, state = (hidden[1], hidden[2]) if hidden else (folder.name, "")
+        number = _NUMBER.search(name)
+        has_manifest = is_ours(folder / inner)
+        gone = state == "removing" or (state == "replaced" and (root / name).exists())
+        if gone or not folder.is_dir() or not (hidden or number or has_manifest):
+            continue
+        problem = None if has_manifest else "it has no manifest: not ours, or not finished"
+        if state == "writing":
+            problem = "the save was not finished"
+        order = (int(number[1]) if number else -1, (folder / inner).stat().st_mtime_ns if has_manifest else 0)
+        found.append((order, folder, problem))
+    for _, folder, problem in sorted(found, key=lambda item: item[0], reverse=True):
+        yield folder, problem
+
+
+def _problem(folder: Path, verify: bool = False) -> str | None:
+    try:
+        with ShardedSource(folder) as source:
+            source.check_sizes()
+            return next((problem for _, problem in source.verify_files() if problem), None) if verify else None
+    except (CheckpointError, OSError) as error:
+        return str(error)

@@ -1,0 +1,167 @@
+"""Read our sharded format: any rows of any tensor, whatever the world that wrote it, only the bytes of these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import plain
+from .companions import companions
+from .io import inside
+from .manifest import NAME, PARTIAL_NAMES, PLAIN, FileRecord, Manifest, load, merge, unseal
+from .pieces import FilePool, Piece, digest_of, gaps_of, overlapping, read_run, where
+from .shard_writer import rank_state_path
+from .source import CheckpointError, Source, TensorInfo, TensorKey
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a folder, or join those of several nodes that were copied into one folder.
+
+    Raises CheckpointError if there is none: a save that did not finish.
+    """
+    whole = folder / NAME
+    paths = [whole] if whole.exists() else sorted(folder.glob(PARTIAL_NAMES))
+    if not paths:
+        raise CheckpointError(f"{folder} has no {NAME}: it is no checkpoint of ourshard, or its save did not finish")
+    return merge([load(path.read_bytes(), path) for path in paths])
+
+
+class ShardedSource(Source):
+    """A folder of our sharded format. `verify_reads` checks the hash of every piece that a read touches, once."""
+
+    format = "ourshard"
+    looks_for = f"a folder with {NAME}"
+
+    def __init__(self, path: Path, *, verify_reads: bool = False) -> None:
+        super().__init__(path)
+        self.manifest = read_manifest(path)
+        self.tensors = {**self.manifest.tensors, **_scalar_infos(self.manifest)}
+        self.description = replace(
+            self.manifest.description, files=companions(path), oddities=tuple(_oddities(self.manifest))
+        )
+        self._pieces = self.manifest.pieces()
+        self._pool = FilePool(path, {record.path: record.nbytes for record in self.manifest.files})
+        self._unchecked = {piece for pieces in self._pieces.values() for piece in pieces} if verify_reads else set()
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        """Return the folder with the manifest: `path`, its only subfolder that has one, or the folder of the file."""
+        if path.is_file():
+            return path.parent if path.name == NAME else None
+        if is_ours(path):
+            return path
+        inner = [child for child in path.iterdir() if not child.name.startswith(".") and is_ours(child)]
+        return inner[0] if len(inner) == 1 else None
+
+    def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
+        """Return these rows. A missing piece is refused with its file and rows."""
+        info = self.tensors[key]
+        start, stop = info.rows_within(start_row, stop_row)
+        run = self.read_run(key, start * info.row_numel, stop * info.row_numel)
+        return run.reshape(info.shape_of(start, stop))
+
+    def read_run(self, key: TensorKey, start: int, stop: int) -> torch.Tensor:
+        """Return these elements, 1-d; reads no byte of others."""
+        info = self.tensors[key]
+        if not 0 <= start <= stop <= info.numel:
+            raise ValueError(f"{key}: elements {start}:{stop} of a tensor with {info.numel}")
+        if key in self.manifest.scalars:
+            return self.manifest.scalars[key].reshape(1)[start:stop].clone()
+        pieces = self._pieces[key]
+        for piece in overlapping(pieces, start, stop) if self._unchecked else ():
+            if piece in self._unchecked:
+                self._check(piece, key)
+        try:
+            return read_run(self._pool, info, pieces, start, stop)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{_whose(self.manifest)}") from error
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return the state that belonged to this rank alone; empty if it saved none or its file is not here."""
+        name = rank_state_path(rank)
+        if not any(record.path == name for record in self.manifest.files):
+            return {}
+        path = self.path / name
+        return plain.decode(unseal(path.read_bytes(), path))
+
+    def verify_files(self) -> Iterator[tuple[str, str | None]]:
+        """Check every byte of every file against the manifest, and that the pieces are the whole of each tensor."""
+        for record in self.manifest.files:
+            try:
+                self._verify_file(record)
+                yield record.path, None
+            except (CheckpointError, OSError) as error:
+                yield record.path, str(error)
+        for problem in self._gaps():
+            yield NAME, problem
+
+    def check_sizes(self) -> None:
+        """Raise CheckpointError unless all rows have a file and all files their length; reads no data."""
+        for record in self.manifest.files:
+            path = inside(self.path, record.path)
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            if path.stat().st_size != record.nbytes:
+                raise CheckpointError(f"{path} is cut off: {path.stat().st_size} bytes, written were {record.nbytes}")
+        for problem in self._gaps():
+            raise CheckpointError(problem)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._pool.close()
+
+    def _gaps(self) -> Iterator[str]:
+        for key, info in self.manifest.tensors.items():
+            for start, stop in gaps_of(info, self._pieces[key]):
+                yield f"{key}: {where(info, start, stop)} are in no file{_whose(self.manifest)}"
+
+    def _check(self, piece: Piece, key: TensorKey) -> None:
+        if digest_of(self._pool, piece.file, piece.begin, piece.nbytes) != piece.digest:
+            what = where(self.tensors[key], piece.start, piece.stop)
+            raise CheckpointError(f"{self.path / piece.file} is damaged: the hash of {what} of {key} is another")
+        self._unchecked.discard(piece)
+
+    def _verify_file(self, record: FileRecord) -> None:
+        if digest_of(self._pool, record.path, 0, record.head_nbytes) != record.digest:
+            what = "its content" if record.group == PLAIN else "the hash of its header"
+            raise CheckpointError(f"{self.path / record.path} is damaged: {what} is not what was written")
+        for key, piece in self._pieces_of_file.get(record.path, ()):
+            self._check(piece, key)
+
+    @cached_property
+    def _pieces_of_file(self) -> dict[str, list[tuple[TensorKey, Piece]]]:
+        table: dict[str, list[tuple[TensorKey, Piece]]] = {}
+        for key, pieces in self._pieces.items():
+            for piece in pieces:
+                table.setdefault(piece.file, []).append((key, piece))
+        return table
+
+
+def is_ours(folder: Path) -> bool:
+    """Tell whether a folder has a manifest of ours."""
+    return folder.is_dir() and ((folder / NAME).is_file() or any(folder.glob(PARTIAL_NAMES)))
+
+
+def _scalar_infos(manifest: Manifest) -> dict[TensorKey, TensorInfo]:
+    return {key: TensorInfo(key, (), tensor.dtype) for key, tensor in manifest.scalars.items()}
+
+
+def _absent_ranks(manifest: Manifest) -> list[int]:
+    return sorted(set(range(manifest.description.world_size or 0)) - set(manifest.ranks))
+
+
+def _whose(manifest: Manifest) -> str:
+    """Say which ranks' files are not here, if any: on disks that are not shared they are on another node."""
+    absent = _absent_ranks(manifest)
+    return f"; the files of ranks {absent} are not in this folder (on another node's disk?)" if absent else ""
+
+
+def _oddities(manifest: Manifest) -> Iterator[str]:
+    absent = _absent_ranks(manifest)
+    if absent:
+        yield f"the files of ranks {absent} of {manifest.description.world_size} are not in this folder"
