@@ -1,0 +1,247 @@
+"""Triton kernels of the block codecs: one pass over memory each.
+
+A program works on GROUP blocks of BLOCK elements of one part. Every operation is an integer one, or a float32 one whose
+result IEEE 754 fixes; launched without fused multiply-add, they give the bits of `codec_torch.py`. Formats and reasons:
+the notes in `codec.py`.
+"""
+
+# A kernel's arguments are annotated where Triton reads the annotation, and only there.
+# mypy: ignore-errors
+# ruff: noqa: PLR0917
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ourshard.runtime.codec import NOISE_BITS, SCALE_SLACK, SMALLEST_SCALE
+from ourshard.runtime.codec_torch import PLACE_FACTOR
+
+INT8 = tl.constexpr(0)
+INT4 = tl.constexpr(1)
+FP8 = tl.constexpr(2)
+_NOISE_SHIFT = tl.constexpr(32 - NOISE_BITS)
+_NOISE_STEP = tl.constexpr(2.0**-NOISE_BITS)
+_SCALE_SLACK = tl.constexpr(SCALE_SLACK)
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+_PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
+# 1.5 * 2^23: adding it to a small float32 rounds that to an integer, ties to even, in the low bits.
+_ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def encode(
+    src,
+    out,
+    blocks,
+    part_nbytes,
+    code_nbytes,
+    seed,
+    STOCHASTIC: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INVERSE_LIMIT: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
+    KIND: tl.constexpr,
+    FP8_CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    part = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    row_mask = rows < blocks
+    body = out + part * part_nbytes
+    first = part * blocks * BLOCK
+    if KIND == INT4:
+        columns = tl.arange(0, BLOCK // 2)
+        mask = row_mask[:, None]
+        places = first + rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
+        low = tl.load(src + places, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(src + places + BLOCK // 2, mask=mask, other=0.0).to(tl.float32)
+        peaks = tl.maximum(tl.max(_size_bits(low), axis=1), tl.max(_size_bits(high), axis=1))
+        scales, inverses, finite = _scales(peaks, INVERSE_LIMIT, LARGEST_SCALE)
+        low = tl.where(finite[:, None], low * inverses[:, None], 0.0)
+        high = tl.where(finite[:, None], high * inverses[:, None], 0.0)
+        low_codes = _int_codes(low, places, seed, LIMIT, STOCHASTIC)
+        high_codes = _int_codes(high, places + BLOCK // 2, seed, LIMIT, STOCHASTIC)
+        codes = (low_codes & 0xF) | ((high_codes & 0xF) << 4)
+        offsets = rows.to(tl.int64)[:, None] * (BLOCK // 2) + columns[None, :]
+    else:
+        columns = tl.arange(0, BLOCK)
+        mask = row_mask[:, None]
+        offsets = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
+        places = first + offsets
+        values = tl.load(src + places, mask=mask, other=0.0).to(tl.float32)
+        scales, inverses, finite = _scales(tl.max(_size_bits(values), axis=1), INVERSE_LIMIT, LARGEST_SCALE)
+        ratios = tl.where(finite[:, None], values * inverses[:, None], 0.0)
+        if KIND == INT8:
+            codes = _int_codes(ratios, places, seed, LIMIT, STOCHASTIC) & 0xFF
+        elif FP8_CAST:
+            codes = _fp8_cast_codes(ratios, LIMIT)
+        else:
+            codes = _fp8_codes(ratios, places, seed, LIMIT, STOCHASTIC)
+    tl.store(body + offsets, codes.to(tl.uint8), mask=mask)
+    tl.store((body + code_nbytes).to(tl.pointer_type(tl.float32)) + rows, scales, mask=row_mask)
+
+
+@triton.jit
+def decode(
+    out,
+    message,
+    blocks,
+    part_nbytes,
+    code_nbytes,
+    KIND: tl.constexpr,
+    FP8_CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    part = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    body = message + part * part_nbytes
+    target = out + part * blocks * BLOCK
+    scales = _load_scales(body + code_nbytes, rows, blocks)
+    mask, offsets, codes = _load_codes(body, rows, blocks, KIND, BLOCK)
+    if KIND == INT4:
+        places = rows.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK // 2)[None, :]
+        tl.store(target + places, _low(codes) * scales, mask=mask)
+        tl.store(target + places + BLOCK // 2, _high(codes) * scales, mask=mask)
+    else:
+        tl.store(target + offsets, _byte_values(codes, KIND, FP8_CAST) * scales, mask=mask)
+
+
+@triton.jit
+def decode_add(
+    acc,
+    message,
+    blocks,
+    part_nbytes,
+    code_nbytes,
+    factor,
+    parts,
+    KIND: tl.constexpr,
+    FP8_CAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    columns = tl.arange(0, BLOCK // 2 if KIND == INT4 else BLOCK)
+    mask = (rows < blocks)[:, None]
+    places = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
+    sums = tl.load(acc + places, mask=mask)
+    if KIND == INT4:
+        high_sums = tl.load(acc + places + BLOCK // 2, mask=mask)
+    body = message
+    for _ in range(parts):
+        scales = _load_scales(body + code_nbytes, rows, blocks)
+        _, _, codes = _load_codes(body, rows, blocks, KIND, BLOCK)
+        if KIND == INT4:
+            sums += _low(codes) * scales * factor
+            high_sums += _high(codes) * scales * factor
+        else:
+            sums += _byte_values(codes, KIND, FP8_CAST) * scales * factor
+        body += part_nbytes
+    tl.store(acc + places, sums, mask=mask)
+    if KIND == INT4:
+        tl.store(acc + places + BLOCK // 2, high_sums, mask=mask)
+
+
+@triton.jit
+def _load_scales(pointer, rows, blocks):
+    """Load the scales of `rows` as a column."""
+    return tl.load(pointer.to(tl.pointer_type(tl.float32)) + rows, mask=rows < blocks, other=0.0)[:, None]
+
+
+@triton.jit
+def _load_codes(body, rows, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the bytes of `rows`; return (mask, offsets, bytes), each (GROUP, bytes of a block)."""
+    NBYTES: tl.constexpr = BLOCK // 2 if KIND == INT4 else BLOCK
+    columns = tl.arange(0, NBYTES)
+    mask = (rows < blocks)[:, None]
+    offsets = rows.to(tl.int64)[:, None] * NBYTES + columns[None, :]
+    return mask, offsets, tl.load(body + offsets, mask=mask, other=0)
+
+
+@triton.jit
+def _size_bits(values):
+    """Return |values| as the integers that order like it, NaN above infinity: a maximum of these never drops a NaN."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scales(peaks, INVERSE_LIMIT: tl.constexpr, LARGEST_SCALE: tl.constexpr):
+    """Return (scale, multiplier, is finite) of each block from the bits of its largest size."""
+    finite = peaks < 0x7F800000
+    raw = peaks.to(tl.float32, bitcast=True) * INVERSE_LIMIT
+    scales = ((raw.to(tl.int32, bitcast=True) + _SCALE_SLACK) & -256).to(tl.float32, bitcast=True)
+    scales = tl.minimum(scales, LARGEST_SCALE)
+    scales = tl.where(scales < _SMALLEST_SCALE, 0.0, scales)
+    inverses = tl.where(finite & (scales > 0.0), tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales), 0.0)
+    nan = tl.full(peaks.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(finite, scales, nan), inverses, finite
+
+
+@triton.jit
+def _noise(places, seed):
+    """Return numbers in (0, 1), a hash of (seed, place in the buffer) each: see `_mix` in `codec.py`."""
+    hashed = places.to(tl.uint32) * _PLACE_FACTOR
+    hashed = hashed ^ seed.to(tl.uint32, bitcast=True)
+    hashed = (hashed ^ (hashed >> 16)) * 0x7FEB352D
+    hashed = (hashed ^ (hashed >> 15)) * 0x846CA68B
+    hashed = hashed ^ (hashed >> 16)
+    return ((hashed >> _NOISE_SHIFT).to(tl.float32) + 0.5) * _NOISE_STEP
+
+
+@triton.jit
+def _int_codes(ratios, places, seed, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Return integers whose low bits are the codes in two's complement."""
+    if STOCHASTIC:
+        ratios = tl.floor(ratios + _noise(places, seed))
+    clamped = tl.minimum(tl.maximum(ratios, -LIMIT), LIMIT)
+    return (clamped + _ROUNDER).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _fp8_codes(ratios, places, seed, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Return float8_e4m3fn bits by arithmetic: the device's cast does not round stochastically, and may be missing."""
+    sizes = tl.minimum(tl.abs(ratios), LIMIT)
+    # The distance of two neighbours is 2^(exponent - 3), and 2^-9 below the smallest normal number, 2^-6.
+    exponents = tl.maximum((sizes.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    steps = sizes * ((130 - exponents) << 23).to(tl.float32, bitcast=True)
+    if STOCHASTIC:
+        steps = tl.floor(steps + _noise(places, seed))
+    counts = (steps + _ROUNDER).to(tl.int32, bitcast=True) & 0x1F
+    signs = (ratios.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.minimum(((exponents + 6) << 3) + counts, 0x7E) | signs
+
+
+@triton.jit
+def _fp8_cast_codes(ratios, LIMIT: tl.constexpr):
+    clamped = tl.minimum(tl.maximum(ratios, -LIMIT), LIMIT)
+    return clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _byte_values(codes, KIND: tl.constexpr, FP8_CAST: tl.constexpr):
+    """Return the float32 values of one-byte codes, before the scale."""
+    if KIND == INT8:
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    elif FP8_CAST:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = codes.to(tl.int32)
+        exponents = (bits >> 3) & 0xF
+        fractions = (bits & 7) + tl.where(exponents > 0, 8, 0)
+        sizes = fractions.to(tl.float32) * ((tl.maximum(exponents, 1) + 117) << 23).to(tl.float32, bitcast=True)
+        # The sign goes in as a bit: a negated zero would come out as +0 here, and as -0 from torch's own cast.
+        values = (sizes.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
+def _low(codes):
+    return ((codes.to(tl.int32) << 28) >> 28).to(tl.float32)
+
+
+@triton.jit
+def _high(codes):
+    return ((codes.to(tl.int32) << 24) >> 28).to(tl.float32)

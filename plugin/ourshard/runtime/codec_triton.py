@@ -1,0 +1,71 @@
+"""The codecs of `codec.py` on CUDA: launch the kernels of `codec_kernels.py`. Notes are in `codec.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ourshard.config import Codec
+from ourshard.runtime import codec_kernels
+from ourshard.runtime.codec import BlockCodec
+
+# Elements of a tile. With 4 warps each thread holds 32: enough loads in flight, no spills.
+TILE_NUMEL = 4096
+WARPS = 4
+# From here on (Ada, Hopper) a device converts float32 to float8_e4m3fn and back.
+FP8_CAPABILITY = (8, 9)
+_KINDS = {Codec.INT8: codec_kernels.INT8, Codec.INT4: codec_kernels.INT4, Codec.FP8: codec_kernels.FP8}
+
+
+def encode(codec: BlockCodec, src: Tensor, out: Tensor, seed: int, parts: int) -> None:
+    # Kernels take the seed as int32, whatever its value, so that one compiled kernel serves every seed.
+    signed_seed = seed - (1 << 32) if seed >> 31 else seed
+    constants = {
+        "STOCHASTIC": codec.stochastic,
+        "LIMIT": codec.limit,
+        "INVERSE_LIMIT": 1.0 / codec.limit,
+        "LARGEST_SCALE": codec.largest_scale,
+        "FP8_CAST": _fp8_cast(src) and not codec.stochastic,
+    }
+    _launch(codec, codec_kernels.encode, src, out, parts, signed_seed, **constants)
+
+
+def decode(codec: BlockCodec, src: Tensor, out: Tensor, parts: int) -> None:
+    _launch(codec, codec_kernels.decode, out, src, parts, FP8_CAST=_fp8_cast(src))
+
+
+def decode_add(codec: BlockCodec, src: Tensor, acc: Tensor, scale: float, parts: int) -> None:
+    _launch(codec, codec_kernels.decode_add, acc, src, 1, float(scale), parts, FP8_CAST=_fp8_cast(src))
+
+
+def _fp8_cast(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= FP8_CAPABILITY
+
+
+def _launch(
+    codec: BlockCodec, kernel: Any, values: Tensor, message: Tensor, parts: int, *arguments: float, **constants: float
+) -> None:
+    """Run `kernel` over the blocks of each of `parts` equal parts of `values`."""
+    part_numel = values.numel() // parts
+    blocks = part_numel // codec.block
+    if blocks == 0:
+        return
+    group = max(1, TILE_NUMEL // codec.block)
+    with torch.cuda.device_of(values):
+        kernel[(triton.cdiv(blocks, group), parts)](
+            values,
+            message,
+            blocks,
+            codec.nbytes(part_numel),
+            codec.code_nbytes(part_numel),
+            *arguments,
+            **constants,
+            KIND=_KINDS[codec.kind].value,
+            BLOCK=codec.block,
+            GROUP=group,
+            num_warps=WARPS,
+            enable_fp_fusion=False,  # the bits would differ from the reference's
+        )
