@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 import xxhash
@@ -196,8 +197,8 @@ class Workspace:
             return [future.result() for future in futures]
 
     def finish(self) -> None:
-        """Close the journal and remove it, with every file that is not listed in it; flush the folders."""
-        self._journal.close()
+        """Remove the journal and every file that is not listed in it; flush the folders. Nothing may follow."""
+        self.close()
         listed = {inside(self.folder, name) for name in self._finished}
         for path in self.folder.rglob("*"):
             if path not in listed and not path.is_dir():
@@ -207,6 +208,14 @@ class Workspace:
     def close(self) -> None:
         """Close the journal, and leave the folder for another run."""
         self._journal.close()
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _flush_folders(self) -> None:
         """Flush the names in all folders, innermost first."""

@@ -1,0 +1,208 @@
+"""Merge a LoRA adapter into the weights while they stream by: W + scale * B A, some rows at a time.
+
+Formulas as in LoRA (Hu et al. 2021) and rsLoRA (Kalajdzievski 2023): scale is alpha / r, or alpha / sqrt(r).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .source import BUFFER, PARAM, CheckpointError, Source, TensorInfo, TensorKey
+from .view import View
+
+_PREFIX = "base_model.model."
+_LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>\w+?)(\.(?P<adapter>[^.]+))?(\.weight)?")
+_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
+_ORIGINAL = ".original_module."
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is added to one weight: scale * b @ a, transposed for layers that store (in, out)."""
+
+    a: TensorKey
+    b: TensorKey
+    scale: float
+    transposed: bool
+
+
+class Merged(View):
+    """The base model with an adapter merged in, under the base model's own names; weights only."""
+
+    def __init__(self, base: Source, adapter: Source, origins: Mapping[str, TensorKey], updates: Mapping[str, Update]):
+        keys = {TensorKey(base_kind(base, origin), name): origin for name, origin in origins.items()}
+        known = set(origins)
+        description = replace(
+            base.description,
+            adapter_config=None,
+            param_groups=(),
+            param_state={},
+            scheduler=None,
+            scaler=None,
+            frozen=frozenset(),
+            ties={
+                alias: owner
+                for alias, owner in ((_plain(a), _plain(o)) for a, o in base.description.ties.items())
+                if owner in known
+            },
+            own_dtypes={
+                name: base.description.own_dtypes[origin.name]
+                for name, origin in origins.items()
+                if origin.name in base.description.own_dtypes
+            },
+            files={name: path for name, path in base.description.files.items() if name != "adapter_config.json"},
+        )
+        super().__init__(base, keys, description)
+        self._adapter = adapter
+        self._updates = dict(updates)
+
+    def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
+        """Return these rows with the adapter's part added, computed in fp32 (or the weight's own, if wider)."""
+        rows = super().read(key, start_row, stop_row)
+        update = self._updates.get(key.name)
+        if update is None:
+            return rows
+        start, stop = self.tensors[key].rows_within(start_row, stop_row)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        if update.transposed:
+            a, b = self._adapter.read(update.a)[:, start:stop], self._adapter.read(update.b)
+            delta = a.to(wide).T @ b.to(wide).T
+        else:
+            a, b = self._adapter.read(update.a), self._adapter.read(update.b, start, stop)
+            delta = b.to(wide) @ a.to(wide)
+        return (rows.to(wide) + delta * update.scale).to(rows.dtype)
+
+    def read_run(self, key: TensorKey, start: int, stop: int) -> torch.Tensor:
+        """Return these elements of the merged tensor."""
+        if key.name in self._updates:
+            return Source.read_run(self, key, start, stop)
+        return super().read_run(key, start, stop)
+
+    def close(self) -> None:
+        """Close the base and the adapter."""
+        super().close()
+        self._adapter.close()
+
+
+def base_kind(base: Source, key: TensorKey) -> str:
+    """Return the kind that a key has in the base."""
+    return BUFFER if TensorKey(BUFFER, key.name) in base.tensors else PARAM
+
+
+def merge_adapter(source: Source, base: Source | None = None) -> Merged:
+    """Return the merged model of a checkpoint that holds base and adapter, or of an adapter and the model `base`.
+
+    Raises ValueError if there is no LoRA, no adapter_config.json, no base weight, or a kind that has no linear merge.
+    """
+    config = _config(source)
+    names = {key.name: key for key in source.tensors if key.kind in (PARAM, BUFFER)}
+    pairs, saved = _adapter_parts(source, names)
+    weights = source if base is None else base
+    origins = {
+        _plain(key.name): key
+        for key in weights.tensors
+        if key.kind in (PARAM, BUFFER) and not _is_adapter(key.name) and _ORIGINAL not in key.name
+    }
+    updates = {}
+    for module, parts in pairs.items():
+        target = f"{_plain(module)}.weight"
+        if target not in origins:
+            raise ValueError(
+                f"the base weight {target} of the adapter is not in {weights.path}; "
+                "an adapter alone is merged with base=PATH of its model"
+            )
+        updates[target] = _update(module, parts, config)
+        _check_shapes(source, updates[target], weights.tensors[origins[target]])
+    if base is None:
+        origins.update(saved)
+    elif saved:
+        raise ValueError(
+            f"modules_to_save ({next(iter(saved))}) can't be merged from an adapter into another checkpoint"
+        )
+    return Merged(weights, source, origins, updates)
+
+
+def _config(source: Source) -> Mapping[str, Any]:
+    config = source.description.adapter_config
+    path = source.description.files.get("adapter_config.json")
+    if config is None and path is not None:
+        try:
+            config = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, Mapping) or "r" not in config or "lora_alpha" not in config:
+        raise ValueError(
+            f"{source.path} has no adapter_config.json with r and lora_alpha: the scale of the adapter is unknown"
+        )
+    if config.get("use_dora"):
+        raise ValueError("a DoRA adapter has no linear merge; merge it with PEFT")
+    return config
+
+
+def _is_adapter(name: str) -> bool:
+    return bool(_LORA.fullmatch(name) or _SAVED.fullmatch(name))
+
+
+def _adapter_parts(
+    source: Source, names: Mapping[str, TensorKey]
+) -> tuple[dict[str, dict[str, TensorKey]], dict[str, TensorKey]]:
+    """Return module -> {"A", "B"} keys, and final name -> key of modules that were trained whole."""
+    pairs: dict[str, dict[str, TensorKey]] = {}
+    saved = {}
+    adapters = set()
+    for name, key in names.items():
+        if match := _SAVED.fullmatch(name):
+            saved[_plain(f"{match['module']}.{match['rest']}")] = key
+            adapters.add(match["adapter"])
+        elif match := _LORA.fullmatch(name):
+            pairs.setdefault(match["module"], {})[match["part"]] = key
+            adapters.add(match["adapter"])
+    if not pairs:
+        raise ValueError(f"{source.path} has no LoRA weights to merge")
+    if len(adapters) > 1:
+        raise ValueError(
+            f"{source.path} has several adapters ({', '.join(map(str, sorted(adapters, key=str)))}): select one"
+        )
+    return pairs, saved
+
+
+def _update(module: str, parts: Mapping[str, TensorKey], config: Mapping[str, Any]) -> Update:
+    if set(parts) - {"A", "B", "embedding_A", "embedding_B"} or len(parts) != 2:
+        raise ValueError(
+            f"{module} has {', '.join(f'lora_{part}' for part in parts)}: no plain LoRA; merge it with PEFT"
+        )
+    plain = _plain(module)
+    rank = _pattern(config.get("rank_pattern"), plain, config["r"])
+    alpha = _pattern(config.get("alpha_pattern"), plain, config["lora_alpha"])
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    if "A" in parts:
+        return Update(parts["A"], parts["B"], scale, bool(config.get("fan_in_fan_out")))
+    return Update(parts["embedding_A"], parts["embedding_B"], scale, True)
+
+
+def _pattern(patterns: Mapping[str, float] | None, module: str, default: float) -> float:
+    """Return the value of the first pattern that fits the end of the module's name, as PEFT chooses it."""
+    for pattern, value in (patterns or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+def _check_shapes(source: Source, update: Update, weight: TensorInfo) -> None:
+    a, b = source.tensors[update.a].shape, source.tensors[update.b].shape
+    if len(a) != 2 or len(b) != 2 or len(weight.shape) != 2:
+        raise ValueError(f"{weight.key} has shape {weight.shape} and its LoRA {a}, {b}: only matrices are merged")
+    whole = (b[0], a[1]) if not update.transposed else (a[1], b[0])
+    if a[0] != b[1] or whole != weight.shape:
+        raise CheckpointError(f"{weight.key} has shape {weight.shape}, its LoRA parts {a} and {b} do not fit it")
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".original_module.", ".")
