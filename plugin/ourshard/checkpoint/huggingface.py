@@ -68,7 +68,7 @@ class SafetensorsSource(ForeignSource):
         draft = Draft(model=self._tensors(headers), files=companions(folder))
         _read_notes(draft, headers)
         if draft.ties is None:
-            _tie_by_config(draft)
+            tie_by_config(draft)
         draft.oddities += _check_index(index, headers)
         _check_numbers(folder, headers)
         if any((folder / name).exists() for name in _OPTIMIZERS):
@@ -162,7 +162,7 @@ def _read_notes(draft: Draft, headers: Mapping[str, Header]) -> None:
         raise CheckpointError(f"the note of ourshard in a safetensors header is damaged: {error}") from error
 
 
-def _tie_by_config(draft: Draft) -> None:
+def tie_by_config(draft: Draft) -> None:
     """Name the output head that `save_pretrained` left out, where config.json says that it is tied to the embedding.
 
     Only for language models with one tensor of the vocabulary's length that is called as embeddings are.

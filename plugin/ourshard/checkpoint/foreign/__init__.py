@@ -5,6 +5,39 @@
 
 from __future__ import annotations
 
-READERS: tuple[str, ...] = ()
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..source import Source
+
+_HERE = "ourshard.checkpoint.foreign"
+
+READERS: tuple[str, ...] = (
+    f"{_HERE}.universal:UniversalSource",
+    f"{_HERE}.deepspeed:DeepSpeedSource",
+    f"{_HERE}.dcp_source:DcpSource",
+    f"{_HERE}.fsdp_files:FsdpFullSource",
+    f"{_HERE}.fsdp_files:FsdpRankSource",
+    f"{_HERE}.hf_shards:HfShardsSource",
+    f"{_HERE}.ddp:DdpSource",
+    f"{_HERE}.ddp:PeftSource",
+)
 
 WRITERS: dict[str, str] = {}
+
+
+def open_any(path: str | Path, parameter_order: Sequence[str] | None = None) -> Source:
+    """Open the checkpoint at `path`, whatever its format, to resume from it.
+
+    `parameter_order`: the names of `model.named_parameters()`, for optimizers that number them (`optimizer.pt`).
+    Raises what `detect` raises.
+    """
+    from ..source import detect
+    from .draft import ForeignSource
+
+    source = detect(path)
+    if parameter_order is not None and isinstance(source, ForeignSource):
+        source = type(source)(source.path, parameter_order)
+    return source

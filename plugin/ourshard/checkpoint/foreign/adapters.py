@@ -1,0 +1,46 @@
+"""Names of PEFT adapters: `lora_A.weight` in a file is `lora_A.default.weight` in the model, where adapters have
+names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_PARTS = r"lora_|ia3_|hada_|lokr_|oft_|boft_|vera_lambda_|randlora_|fourierft_"
+_ADAPTER = re.compile(rf"^(?P<head>.*\.(?:{_PARTS})\w+)(?P<tail>(?:\.(?:weight|bias))?)$")
+DEFAULT = "default"
+
+
+def with_adapter_name(name: str, config: Mapping[str, Any] | None, adapter: str = DEFAULT) -> str:
+    """Return the name within the PEFT model of a tensor of an adapter file."""
+    match = _ADAPTER.match(name)
+    if match:
+        return f"{match['head']}.{adapter}{match['tail']}"
+    for module in (config or {}).get("modules_to_save") or ():
+        before, found, after = name.rpartition(f".{module}.")
+        if found and not after.startswith("modules_to_save."):
+            return f"{before}.{module}.modules_to_save.{adapter}.{after}"
+    return name
+
+
+def is_adapter_name(name: str) -> bool:
+    """Tell whether this is a tensor of an adapter as files name it, without the adapter's own name."""
+    return _ADAPTER.match(name) is not None
+
+
+def names_with_adapter(names: Iterable[str], trained: Iterable[str]) -> dict[str, str]:
+    """Return file name -> model name for those names that the optimizer knows with the name of the adapter in them."""
+    names = set(names)
+    found: dict[str, str] = {}
+    for full in trained:
+        if full in names:
+            continue
+        parts = full.split(".")
+        for place in range(1, len(parts)):
+            short = ".".join(parts[:place] + parts[place + 1 :])
+            if short in names and is_adapter_name(short):
+                found[short] = full
+                break
+    return found

@@ -1,0 +1,217 @@
+"""FSDP checkpoints of accelerate and the Trainer with sharded state, and other folders of torch's distributed
+checkpoint.
+
+accelerate writes `pytorch_model_fsdp_0/` and `optimizer_0/` into its folder, the Trainer into `checkpoint-N/`. Others
+save all into one folder, or the optimizer flattened ("state.NAME.exp_avg"). What an item is follows from its path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..source import CheckpointError
+from .adapters import is_adapter_name, names_with_adapter, with_adapter_name
+from .dcp import DcpFolder, KeyPath, is_dcp_folder
+from .draft import Draft, ForeignSource
+from .integer_keys import Order, name_integer_keys
+from .names import canonical, canonical_keys, shorten
+from .runfiles import add_run_files
+from .stored import Readable
+
+MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_(\d+)")
+OPTIMIZER_FOLDER = re.compile(r"optimizer_(\d+)")
+_MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "app.model")
+_SCHEDULER_WORDS = ("scheduler", "lr_scheduler")
+
+
+class DcpSource(ForeignSource):
+    """A folder with DCP folders inside of it, or one DCP folder."""
+
+    format: ClassVar[str] = "dcp"
+    looks_for: ClassVar[str] = (
+        "pytorch_model_fsdp_0/ or optimizer_0/ with .metadata (FSDP of accelerate), or .metadata with .distcp"
+    )
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        """Return the outer folder if accelerate's names are found, else the DCP folder itself."""
+        if is_dcp_folder(path):
+            inner = MODEL_FOLDER.fullmatch(path.name) or OPTIMIZER_FOLDER.fullmatch(path.name)
+            return path.parent if inner else path
+        return path if path.is_dir() and _inner_folders(path) else None
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+        super().__init__(path, parameter_order)
+        draft, parts = Draft(), Parts()
+        inner = _inner_folders(path)
+        folders = [path] if is_dcp_folder(path) else _first_of_each(inner, draft)
+        for folder in folders:
+            opened = DcpFolder(folder)
+            parts.add(opened)
+            draft.world_size = max(draft.world_size or 0, _world_size(folder, opened, draft)) or None
+        parts.into(draft, path, parameter_order)
+        if folders != [path]:
+            add_run_files(draft, path)
+        self.publish(draft)
+
+
+def _inner_folders(path: Path) -> list[Path]:
+    named = (p for p in path.iterdir() if MODEL_FOLDER.fullmatch(p.name) or OPTIMIZER_FOLDER.fullmatch(p.name))
+    return sorted(p for p in named if is_dcp_folder(p))
+
+
+def _first_of_each(inner: Iterable[Path], draft: Draft) -> list[Path]:
+    """Return the folders of the first model and optimizer; say so if there are more."""
+    chosen = []
+    for path in inner:
+        if path.name.endswith("_0"):
+            chosen.append(path)
+        else:
+            draft.losses.append(f"{path.name}: only the first model and optimizer of several are read")
+    if not chosen:
+        raise CheckpointError("no folder of the first model (pytorch_model_fsdp_0) or optimizer (optimizer_0) is here")
+    return chosen
+
+
+def _world_size(folder: Path, opened: DcpFolder, draft: Draft) -> int:
+    """Return how many ranks wrote, by their files. A file that the metadata does not know is of an older save."""
+    ranks = set(opened.ranks)
+    for path in folder.glob("__*_*.distcp"):
+        rank = path.name.removeprefix("__").split("_")[0]
+        if path.stat().st_size == 0 and rank.isdecimal():
+            ranks.add(int(rank))
+        elif path.name not in opened.files:
+            draft.oddities.append(
+                f"{folder.name}/{path.name} is not part of the checkpoint; it may be left from an older one"
+            )
+    return max(ranks) + 1 if ranks else 0
+
+
+@dataclass(slots=True)
+class Parts:
+    """The items of DCP folders, sorted by what they are."""
+
+    model: dict[tuple[str | int, ...], dict[str, Readable]] = field(default_factory=dict)  # prefix -> name -> tensor
+    state: dict[str | int, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # flattened: parameter -> option -> value
+    others: dict[KeyPath, Any] = field(default_factory=dict)
+
+    def add(self, folder: DcpFolder) -> None:
+        """Sort the items of a folder."""
+        for path, reader in folder.tensors():
+            if not self._add_optimizer(path, reader):
+                self.model.setdefault(path[:-1], {})[str(path[-1])] = reader
+        for path, value in folder.values():
+            if not self._add_optimizer(path, value):
+                self.others[path] = value
+
+    def _add_optimizer(self, path: KeyPath, value: Any) -> bool:
+        """Take the item if its path is one of an optimizer's."""
+        for place, part in enumerate(path[:-2]):
+            owner = path[place + 1]
+            if part == "state":
+                self.state.setdefault(owner, {})[".".join(map(str, path[place + 2 :]))] = value
+                return True
+            if part == "param_groups" and isinstance(owner, int):
+                self.groups.setdefault(owner, {})[".".join(map(str, path[place + 2 :]))] = value
+                return True
+        last, within = str(path[-1]), bool(path[:-1]) and path[-2] not in _MODEL_WORDS
+        for word, target in (("state.", self.state), ("param_groups.", self.options)):
+            if within and last.startswith(word) and last.count(".") > 1:
+                name, key = last.removeprefix(word).rsplit(".", 1)
+                target.setdefault(name, {})[key] = value  # type: ignore[attr-defined]
+                return True
+        return False
+
+    def into(self, draft: Draft, where: Path, order: Sequence[str] | None = None) -> None:
+        """Put the parts into the draft under canonical names."""
+        draft.model = canonical_keys(self._choose_model(draft), str(where))
+        groups = [self.groups[index] for index in sorted(self.groups)] or group_options(self.options)
+        if any(isinstance(name, int) for name in self.state) or any(
+            isinstance(name, int) for group in groups for name in group.get("params", ())
+        ):
+            found = Order(tuple(order or draft.model), "the model" if order else "the order of the model's tensors")
+            name_integer_keys(draft, {"state": self.state, "param_groups": groups}, [found])
+        else:
+            draft.state = {canonical(str(name)): values for name, values in self.state.items()}
+            draft.groups = [{**group, "params": _names(group)} for group in groups] or None
+        add_adapter_names(draft)
+        self._add_others(draft)
+
+    def _choose_model(self, draft: Draft) -> dict[str, Readable]:
+        """Return the tensors under the prefix of the model; others have no place."""
+        if not self.model:
+            return {}
+        ranked = sorted(self.model, key=lambda prefix: (_model_rank(prefix), -len(self.model[prefix])))
+        for prefix in ranked[1:]:
+            draft.losses.append(f"{len(self.model[prefix])} tensors under {'.'.join(map(str, prefix)) or 'no name'!r}")
+        return self.model[ranked[0]]
+
+    def _add_others(self, draft: Draft) -> None:
+        for path, value in self.others.items():
+            if path[0] in _SCHEDULER_WORDS:
+                draft.scheduler = draft.scheduler or {}
+                _put(draft.scheduler, path[1:], value)
+            elif path[0] in _MODEL_WORDS:
+                draft.losses.append(f"{'.'.join(map(str, path))}: state of a module that is no tensor")
+            else:
+                _put(draft.client_state, path, value)
+
+
+def _model_rank(prefix: KeyPath) -> int:
+    words = [word for word in prefix if word in _MODEL_WORDS]
+    return 0 if words and "ema" not in prefix else 1 if not prefix else 2
+
+
+def _names(group: Mapping[str, Any]) -> list[str]:
+    names = group.get("params", [])
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError("the parameters of an optimizer's group are no list of names")
+    return [canonical(name) for name in names]
+
+
+def _put(target: dict[str, Any], path: KeyPath, value: Any) -> None:
+    """Put a value at a path of nested dicts."""
+    for part in path[:-1]:
+        inner = target.setdefault(str(part), {})
+        if not isinstance(inner, dict):
+            raise CheckpointError(f"{'.'.join(map(str, path))}: lies within a value")
+        target = inner
+    if path:
+        target[str(path[-1])] = value
+
+
+def group_options(options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer whose options were flattened to one set a parameter: equal sets, one group."""
+    groups: list[dict[str, Any]] = []
+    for name, values in options.items():
+        own = {key: value for key, value in values.items() if key != "params"}
+        for group in groups:
+            if repr({key: value for key, value in group.items() if key != "params"}) == repr(own):
+                group["params"].append(name)
+                break
+        else:
+            groups.append({**own, "params": [name]})
+    return groups
+
+
+def add_adapter_names(draft: Draft) -> None:
+    """Give adapter tensors their names within the PEFT model: those of the optimizer, else with `default` put in."""
+    trained = draft.trained
+    if trained is not None and (missing := [name for name in trained if name not in draft.model]):
+        renames = names_with_adapter(draft.model, missing)
+    elif trained is None and draft.model and all(is_adapter_name(name) for name in draft.model):
+        renames = {name: with_adapter_name(name, None) for name in draft.model}
+    else:
+        return
+    draft.model = {renames.get(name, name): reader for name, reader in draft.model.items()}
+    if renames and all(name in renames.values() for name in draft.model):
+        draft.oddities.append("the adapter alone: weights of the base model are not in this checkpoint")
+    left = [name for name in trained or () if name not in draft.model]
+    if left and not draft.model:
+        raise CheckpointError(f"the optimizer's parameters have no weights here: {shorten(left)}")

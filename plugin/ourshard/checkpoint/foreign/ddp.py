@@ -1,0 +1,106 @@
+"""Checkpoints without sharding (one process, DDP) of accelerate and the Trainer, and adapters of PEFT.
+
+Weights lie as Hugging Face libraries save them; the optimizer beside them (`optimizer.bin` of accelerate,
+`optimizer.pt` of the Trainer) numbers its parameters. Weights without an optimizer are read by the reader of
+safetensors, but for adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from ..huggingface import tie_by_config
+from ..source import CheckpointError
+from .adapters import with_adapter_name
+from .draft import Draft, ForeignSource
+from .fsdp_files import optimizer_of
+from .integer_keys import Order, name_integer_keys
+from .names import canonical_keys
+from .orders import orders
+from .runfiles import add_run_files
+from .torchfile import TorchFile
+from .weights import find_weights, read_weights
+
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = ("adapter_model",)
+_MODEL = ("model", "pytorch_model")
+
+
+def _weights_path(folder: Path) -> Path | None:
+    if (folder / _ADAPTER_CONFIG).is_file():
+        adapter = find_weights(folder, _ADAPTER)
+        if adapter is not None:
+            return adapter
+    return find_weights(folder, _MODEL)
+
+
+class DdpSource(ForeignSource):
+    """Weights with a numbered optimizer."""
+
+    format: ClassVar[str] = "ddp"
+    looks_for: ClassVar[str] = "optimizer.pt or optimizer.bin beside model.safetensors, pytorch_model.bin or an adapter"
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        """Return the folder if it has an optimizer and weights."""
+        folder = path.parent if path.name in _OPTIMIZERS and path.is_file() else path
+        if not folder.is_dir() or not any((folder / name).is_file() for name in _OPTIMIZERS):
+            return None
+        return folder if _weights_path(folder) else None
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+        super().__init__(path, parameter_order)
+        draft = Draft()
+        weights_path = _weights_path(path)
+        if weights_path is None:
+            raise CheckpointError(f"{path}: has no weights")
+        weights = read_weights(weights_path)
+        add_run_files(draft, path)
+        draft.model = canonical_keys(weights.tensors, str(weights_path))
+        draft.ties = dict(weights.ties)
+        if weights_path.name.startswith(_ADAPTER):
+            _name_adapter(draft)
+        else:
+            tie_by_config(draft)
+        file = TorchFile(next(path / name for name in _OPTIMIZERS if (path / name).is_file()))
+        known = list(orders(path, list(draft.model), parameter_order))
+        if weights.in_model_order and parameter_order is None:
+            known.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
+        name_integer_keys(draft, optimizer_of(file), known)
+        self.publish(draft)
+
+
+class PeftSource(ForeignSource):
+    """An adapter of PEFT without an optimizer."""
+
+    format: ClassVar[str] = "peft"
+    looks_for: ClassVar[str] = "adapter_config.json and adapter_model.safetensors (or .bin)"
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        """Return the folder of an adapter."""
+        folder = path.parent if path.name.startswith(_ADAPTER) and path.is_file() else path
+        if not (folder / _ADAPTER_CONFIG).is_file():
+            return None
+        return folder if find_weights(folder, _ADAPTER) else None
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+        super().__init__(path, parameter_order)
+        draft = Draft()
+        weights_path = find_weights(path, _ADAPTER)
+        if weights_path is None:
+            raise CheckpointError(f"{path}: has no adapter_model file")
+        weights = read_weights(weights_path)
+        add_run_files(draft, path)
+        draft.model, draft.ties = dict(weights.tensors), dict(weights.ties)
+        _name_adapter(draft)
+        self.publish(draft)
+
+
+def _name_adapter(draft: Draft) -> None:
+    """Give an adapter's tensors their names within the PEFT model."""
+    draft.model = {with_adapter_name(name, draft.adapter_config): reader for name, reader in draft.model.items()}
+    draft.oddities.append("the adapter alone: weights of the base model are not in this checkpoint")

@@ -1,0 +1,164 @@
+"""Names for the state of an optimizer that numbers its parameters (`optimizer.pt`, `optimizer.bin`, DeepSpeed stage
+0).
+
+torch numbers parameters group by group, each group in the order of the model. So the order of the model gives the
+names, if it is known which parameters are in which group. Every way of dividing them that people use is tried; one is
+taken only if the shape of every moment fits its parameter and no other fits too. Otherwise there are no names, and
+the caller says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..source import CheckpointError
+from .draft import Draft
+from .names import canonical, looks_like_buffer
+from .stored import Readable
+
+# The Trainer's rule for what is not decayed, beside parameters of norm layers: these patterns in names.
+_NO_DECAY = re.compile(
+    r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)(?:ln_\w+|norm\d*)\.", re.IGNORECASE
+)
+
+_OWN_NAMES = "param_names"
+
+Split = Callable[[str, Readable], bool]
+_SPLITS: tuple[Split, ...] = (
+    lambda name, reader: len(reader.shape) >= 2,
+    lambda name, reader: not _NO_DECAY.search(name),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order of the model's parameters and where it comes from."""
+
+    names: tuple[str, ...]
+    origin: str
+
+
+def name_integer_keys(draft: Draft, optimizer: Mapping[str, Any], orders: Iterable[Order]) -> None:
+    """Put the optimizer's state into the draft under names, by the first order that fits; else note the loss."""
+    state, groups = _checked(optimizer)
+    own = _own_names(draft, state, groups)
+    if own is not None:
+        _give_names(draft, state, groups, own)
+        return
+    tried = []
+    for order in orders:
+        names = _assign(draft, state, groups, order)
+        if names is not None:
+            _give_names(draft, state, groups, names)
+            draft.oddities.append(
+                f"the optimizer numbers its parameters; names are from {order.origin}, and shapes fit"
+            )
+            return
+        tried.append(order.origin)
+    why = f" (tried {', '.join(tried)}: does not fit, or fits in more than one way)" if tried else ""
+    draft.losses.append(
+        f"the optimizer's state: it numbers its parameters, and the order of the model's parameters is not known{why}; "
+        "a JSON list of the names, in the order of model.named_parameters(), is read from parameter_names.json"
+    )
+
+
+def _give_names(
+    draft: Draft,
+    state: Mapping[int, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> None:
+    draft.state = {names[number]: dict(values) for number, values in state.items()}
+    draft.groups = []
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != _OWN_NAMES}
+        draft.groups.append({**options, "params": [names[number] for number in group["params"]]})
+
+
+def _own_names(
+    draft: Draft, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> dict[int, str] | None:
+    """Return the names that torch notes if the optimizer was made with `named_parameters()`; None if there are none."""
+    names: dict[int, str] = {}
+    for group in groups:
+        own = group.get(_OWN_NAMES)
+        if not isinstance(own, (list, tuple)) or len(own) != len(group["params"]):
+            return None
+        names.update(zip(group["params"], (canonical(str(name)) for name in own), strict=True))
+    fits = all(name in draft.model and _fits(draft.model[name], state.get(n, {})) for n, name in names.items())
+    return names if fits else None
+
+
+def _checked(optimizer: Mapping[str, Any]) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
+    """Return state and groups of a torch optimizer's state_dict; raise if it is none."""
+    state, groups = optimizer.get("state"), optimizer.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
+        raise CheckpointError("the optimizer's file holds no state_dict of an optimizer")
+    numbers: list[int] = []
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise CheckpointError("a group of the optimizer has no list of parameters")
+        numbers += group["params"]
+    known = set(numbers)
+    if any(type(number) is not int for number in numbers) or len(known) != len(numbers) or not state.keys() <= known:
+        raise CheckpointError("the numbers of the optimizer's parameters are damaged")
+    if any(not isinstance(values, Mapping) for values in state.values()):
+        raise CheckpointError("the state of a parameter in the optimizer is no dict")
+    return {number: dict(values) for number, values in state.items()}, [dict(group) for group in groups]
+
+
+def _assign(
+    draft: Draft, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], order: Order
+) -> dict[int, str] | None:
+    """Return number -> name if exactly one way of dividing the parameters among the groups fits all shapes."""
+    names = _candidates(draft, order, sum(len(group["params"]) for group in groups))
+    found: list[dict[int, str]] = []
+    for division in _divisions(draft, names, [len(group["params"]) for group in groups]):
+        pairs = {
+            number: name
+            for group, members in zip(groups, division, strict=True)
+            for number, name in zip(group["params"], members, strict=True)
+        }
+        if pairs not in found and all(
+            _fits(draft.model[name], state.get(number, {})) for number, name in pairs.items()
+        ):
+            found.append(pairs)
+    return found[0] if len(found) == 1 else None
+
+
+def _candidates(draft: Draft, order: Order, count: int) -> list[str]:
+    """Return the names that the optimizer may know: parameters without aliases; if it knows fewer, an adapter's."""
+    aliases = draft.ties or {}
+    names = [name for name in order.names if name in draft.model and name not in aliases]
+    if draft.buffers is not None:
+        names = [name for name in names if name not in draft.buffers]
+    else:
+        names = [name for name in names if not looks_like_buffer(name, draft.model[name].dtype)]
+    if len(names) > count:
+        names = [name for name in names if ".lora_" in name or ".modules_to_save." in name]
+    return names
+
+
+def _divisions(draft: Draft, names: list[str], counts: list[int]) -> Iterable[list[list[str]]]:
+    """Yield the ways of dividing names among groups of these lengths, each group in the order of the names."""
+    if len(names) != sum(counts):
+        return
+    begins = [sum(counts[:place]) for place in range(len(counts))]
+    yield [names[begin : begin + count] for begin, count in zip(begins, counts, strict=True)]
+    if len(counts) != 2:
+        return
+    for split in _SPLITS:
+        yes = [name for name in names if split(name, draft.model[name])]
+        no = [name for name in names if not split(name, draft.model[name])]
+        for division in ([yes, no], [no, yes]):
+            if [len(members) for members in division] == counts:
+                yield division
+
+
+def _fits(reader: Readable, values: Mapping[str, Any]) -> bool:
+    """Tell whether the moments have the shape of the parameter."""
+    moments = [value for value in values.values() if isinstance(value, Readable) and value.shape]
+    return all(moment.shape == reader.shape for moment in moments)

@@ -1,0 +1,55 @@
+"""Small saved objects (schedulers, scalers, options) as plain data, with their tensors read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..source import CheckpointError
+from .classes import PickledTensor
+from .torchfile import TorchFile
+from .unpickle import Record
+
+_MAX_DEPTH = 32
+_MAX_VALUES = 5_000_000
+_MAX_TENSOR_NBYTES = 64 << 20
+
+
+def materialize(file: TorchFile, value: Any = ...) -> Any:
+    """Return `value`, by default all that the file holds, as plain data; records become dicts.
+
+    Raises CheckpointError for what is too deep or too large: a pickle can name one list a billion times.
+    """
+    return _Walk(file).plain(file.load() if value is ... else value, 0)
+
+
+def read_plain(path: Path) -> Any:
+    """Return what a small file of torch.save holds."""
+    return materialize(TorchFile(path))
+
+
+class _Walk:
+    def __init__(self, file: TorchFile) -> None:
+        self.file = file
+        self.left = _MAX_VALUES
+
+    def plain(self, value: Any, depth: int) -> Any:
+        self.left -= 1
+        if depth > _MAX_DEPTH or self.left < 0:
+            raise CheckpointError(f"{self.file.where}: values nested too deep or repeated too often")
+        if isinstance(value, PickledTensor):
+            return self.tensor(value)
+        if isinstance(value, dict):
+            return {key: self.plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.plain(item, depth + 1) for item in value)
+        if isinstance(value, Record):
+            return {key: self.plain(item, depth + 1) for key, item in value.fields.items()}
+        return value
+
+    def tensor(self, value: PickledTensor) -> Any:
+        nbytes = value.numel * value.dtype.itemsize
+        self.left -= nbytes // 64
+        if nbytes > _MAX_TENSOR_NBYTES:
+            raise CheckpointError(f"{self.file.where}: a tensor of shape {value.shape} among plain values")
+        return self.file.stored(value).read(0, value.shape[0] if value.shape else 1)

@@ -1,0 +1,315 @@
+"""Where tensors lie in files, and reading rows of them: `StoredTensor`, `FlatTensor`, `ChunkedTensor`.
+
+All of them read into a buffer of just the rows asked for; nothing is mapped or cached, no file stays open, and all
+may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..source import CheckpointError
+from .classes import PickledTensor, StorageId
+
+_SPAN_NBYTES = 8 << 20  # strided rows are cut out of a span of the file up to this, else gathered run by run
+_CHECK_NBYTES = 4 << 20
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A tensor whose rows can be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the whole shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the stored dtype."""
+
+    def read(self, start_row: int, stop_row: int, check: bool = True) -> torch.Tensor:
+        """Return these rows, contiguous and owned; a 0-d tensor has one row. `check`: test checksums first."""
+
+
+def read_into(path: Path, start: int, view: memoryview) -> None:
+    """Fill `view` with the bytes of the file from `start` on; raise CheckpointError if it ends before."""
+    done, total = 0, len(view)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while done < total:
+            got = file.readinto(view[done:])
+            if not got:
+                raise CheckpointError(f"{path}: ends at byte {start + done}, where {total - done} more were expected")
+            done += got
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+@dataclass(slots=True)
+class Bytes:
+    """A stretch of a file with its checksum, which is checked before the first read."""
+
+    path: Path
+    start: int
+    nbytes: int
+    crc: int | None
+    label: str
+    checked: bool = field(default=False, compare=False)
+
+    def check(self) -> None:
+        """Compare the bytes with their CRC-32, reading them through a small buffer; raise CheckpointError."""
+        if self.crc is not None and not self.checked:
+            crc, buffer = 0, bytearray(min(_CHECK_NBYTES, self.nbytes))
+            for begin in range(0, self.nbytes, _CHECK_NBYTES):
+                view = memoryview(buffer)[: min(_CHECK_NBYTES, self.nbytes - begin)]
+                read_into(self.path, self.start + begin, view)
+                crc = zlib.crc32(view, crc)
+            if crc != self.crc:
+                raise CheckpointError(f"{self.label} is damaged: its checksum differs")
+        self.checked = True
+
+    def read_into(self, start: int, view: memoryview, check: bool) -> None:
+        """Fill `view` from byte `start` of the stretch on, with the checksum tested first if `check`."""
+        assert 0 <= start <= self.nbytes - len(view), "a read beyond its stretch"
+        if check:
+            self.check()
+        read_into(self.path, self.start + start, view)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of one torch.save file, whatever its strides."""
+
+    tensor: PickledTensor
+    content: Bytes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the whole shape."""
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the stored dtype."""
+        return self.tensor.dtype
+
+    def read(self, start_row: int, stop_row: int, check: bool = True) -> torch.Tensor:
+        """Return these rows, contiguous and owned."""
+        tensor = self.tensor
+        shape = (stop_row - start_row, *tensor.shape[1:]) if tensor.shape else ()
+        if 0 in shape:
+            return torch.empty(shape, dtype=tensor.dtype)
+        first = tensor.offset + (start_row * tensor.stride[0] if shape else 0)
+        if tensor.is_contiguous:
+            return self._run(first, math.prod(shape), check).reshape(shape)
+        return self._read_strided(first, shape, check)
+
+    def _run(self, first: int, numel: int, check: bool) -> torch.Tensor:
+        """Return a run of elements of the storage."""
+        result = torch.empty(numel, dtype=self.dtype)
+        self.content.read_into(first * self.dtype.itemsize, bytes_of(result), check)
+        return result
+
+    def _read_strided(self, first: int, shape: tuple[int, ...], check: bool) -> torch.Tensor:
+        stride = self.tensor.stride
+        span = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+        order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+        if span * self.dtype.itemsize > _SPAN_NBYTES and _is_dense(self.tensor, order):
+            return self._gather(first, shape, order, check)
+        if span > 8 * math.prod(shape) and span * self.dtype.itemsize > _SPAN_NBYTES:
+            raise CheckpointError(
+                f"{self.content.label}: a tensor of shape {self.shape} with strides {stride} is not read"
+            )
+        return self._run(first, span, check).as_strided(shape, stride).clone(memory_format=torch.contiguous_format)
+
+    def _gather(self, first: int, shape: tuple[int, ...], order: Sequence[int], check: bool) -> torch.Tensor:
+        """Read the rows of a tensor whose dimensions lie in another order (column-major, channels last), run by run."""
+        outer, inner = order[: order.index(0)], order[order.index(0) :]
+        run = math.prod(shape[dim] for dim in inner)
+        result = torch.empty((math.prod(shape[dim] for dim in outer), run), dtype=self.dtype)
+        for place, index in enumerate(itertools.product(*(range(shape[dim]) for dim in outer))):
+            begin = first + sum(i * self.tensor.stride[dim] for i, dim in zip(index, outer, strict=True))
+            self.content.read_into(begin * self.dtype.itemsize, bytes_of(result[place]), check)
+        back = [order.index(dim) for dim in range(len(shape))]
+        return result.reshape([shape[dim] for dim in order]).permute(back).contiguous()
+
+
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype, content: Bytes) -> StoredTensor:
+    """Return the reader of a tensor that fills a stretch of a file, as in safetensors."""
+    stride: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        stride.insert(0, step)
+        step *= length
+    storage = StorageId("", dtype, math.prod(shape))
+    return StoredTensor(PickledTensor(storage, 0, shape, tuple(stride), dtype), content)
+
+
+def _is_dense(tensor: PickledTensor, order: Sequence[int]) -> bool:
+    """Tell whether the elements fill their span once when the dimensions are taken in this order."""
+    expected = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and tensor.stride[dim] != expected:
+            return False
+        expected *= tensor.shape[dim]
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`numel` elements of a flat tensor from `begin` on, which lie in `stored` from `offset` on."""
+
+    begin: int
+    numel: int
+    stored: StoredTensor
+    offset: int
+
+
+class FlatTensor:
+    """A tensor in row-major order, cut at any elements into runs (as DeepSpeed cuts)."""
+
+    def __init__(self, shape: tuple[int, ...], runs: Iterable[Run], label: str) -> None:
+        self.shape = shape
+        self.runs = sorted((run for run in runs if run.numel), key=lambda run: run.begin)
+        self.dtype = self._check(math.prod(shape), label)
+        self.pieces = len(self.runs)
+        self._begins = [run.begin for run in self.runs]
+
+    def _check(self, numel: int, label: str) -> torch.dtype:
+        reached = 0
+        for run in self.runs:
+            if run.begin != reached:
+                what = "is missing" if run.begin > reached else "is there twice"
+                raise CheckpointError(f"{label}: element {min(reached, run.begin)} {what} in the files")
+            if not run.stored.tensor.is_contiguous:
+                raise CheckpointError(
+                    f"{label}: {run.stored.content.label} is not contiguous, as a flat buffer has to be"
+                )
+            if run.offset < 0 or run.offset + run.numel > run.stored.tensor.numel:
+                raise CheckpointError(f"{label}: lies beyond the end of {run.stored.content.label}")
+            reached += run.numel
+        if reached != numel:
+            raise CheckpointError(f"{label}: {reached} of {numel} elements are in the files")
+        dtypes = {run.stored.dtype for run in self.runs}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{label}: its pieces have different dtypes: {sorted(map(str, dtypes))}")
+        return dtypes.pop() if dtypes else torch.float32
+
+    def read(self, start_row: int, stop_row: int, check: bool = True) -> torch.Tensor:
+        """Return these rows, contiguous and owned."""
+        shape = (stop_row - start_row, *self.shape[1:]) if self.shape else ()
+        begin = start_row * math.prod(self.shape[1:])
+        return self.read_flat(begin, begin + math.prod(shape), check).view(shape)
+
+    def read_flat(self, begin: int, end: int, check: bool = True) -> torch.Tensor:
+        """Return elements of the flattened tensor."""
+        flat = torch.empty(end - begin, dtype=self.dtype)
+        for run in self.runs[max(0, bisect.bisect_right(self._begins, begin) - 1) :]:
+            if run.begin >= end:
+                break
+            low, high = max(begin, run.begin), min(end, run.begin + run.numel)
+            if low < high:
+                place = run.stored.tensor.offset + run.offset + low - run.begin
+                run.stored.content.read_into(
+                    place * self.dtype.itemsize, bytes_of(flat[low - begin : high - begin]), check
+                )
+        return flat
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A rectangle of a tensor; `open` gives its reader when it is first needed."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    open: Callable[[], Readable]
+    opened: Readable | None = None
+
+    def reader(self, dtype: torch.dtype, label: str) -> Readable:
+        """Return the reader, checked against the rectangle that it is to fill."""
+        if self.opened is None:
+            opened = self.open()
+            if opened.shape != self.sizes or opened.dtype != dtype:
+                raise CheckpointError(
+                    f"{label}: the piece at {self.offsets} is {opened.shape} {opened.dtype} where its record says "
+                    f"{self.sizes} {dtype}"
+                )
+            self.opened = opened
+        return self.opened
+
+
+class ChunkedTensor:
+    """A tensor cut into rectangles (as DCP cuts)."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: Iterable[Chunk], label: str) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.label = label
+        self.chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
+        self.pieces = len(self.chunks)
+        self._check_cover()
+
+    def _check_cover(self) -> None:
+        """Raise unless the rectangles lie within the tensor, don't overlap, and leave no hole."""
+        for chunk in self.chunks:
+            inside = len(chunk.sizes) == len(chunk.offsets) == len(self.shape) and all(
+                begin >= 0 and begin + length <= whole
+                for begin, length, whole in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
+            )
+            if not inside:
+                raise CheckpointError(
+                    f"{self.label}: a piece {chunk.sizes} at {chunk.offsets} of a tensor {self.shape}"
+                )
+        for place, chunk in enumerate(self.chunks):
+            for other in itertools.islice(self.chunks, place + 1, None):
+                if self.shape and other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
+                    break
+                if _overlap(chunk, other):
+                    raise CheckpointError(f"{self.label}: the pieces at {chunk.offsets} and {other.offsets} overlap")
+        held, whole = sum(math.prod(chunk.sizes) for chunk in self.chunks), math.prod(self.shape)
+        if held != whole:
+            raise CheckpointError(f"{self.label}: {held} of {whole} elements are in the files; a piece is missing")
+
+    def read(self, start_row: int, stop_row: int, check: bool = True) -> torch.Tensor:
+        """Return these rows, contiguous and owned."""
+        if not self.shape:
+            return self.chunks[0].reader(self.dtype, self.label).read(0, 1, check)
+        result = torch.empty((stop_row - start_row, *self.shape[1:]), dtype=self.dtype)
+        if result.numel() == 0:
+            return result
+        for chunk in self.chunks:
+            low = max(start_row, chunk.offsets[0])
+            high = min(stop_row, chunk.offsets[0] + chunk.sizes[0])
+            if low >= high:
+                continue
+            reader = chunk.reader(self.dtype, self.label)
+            rows = reader.read(low - chunk.offsets[0], high - chunk.offsets[0], check)
+            if rows.shape == result.shape:
+                return rows
+            target = result[low - start_row : high - start_row]
+            for dim, (begin, length) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True), start=1):
+                target = target.narrow(dim, begin, length)
+            target.copy_(rows)
+        return result
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    return all(
+        a < b + other_length and b < a + one_length
+        for a, b, one_length, other_length in zip(one.offsets, other.offsets, one.sizes, other.sizes, strict=True)
+    )
