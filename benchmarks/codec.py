@@ -1,0 +1,104 @@
+"""Print the bandwidth of the codecs beside that of a plain copy.
+
+python benchmarks/codec.py [--device cuda] [--mib 512] [--block 256]
+
+Bandwidth counts every byte read and written once, as the copy does. "of copy" is what issue 8 asks to be 80% or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from ourshard.config import Codec
+from ourshard.runtime.codec import BlockCodec
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+PARTS = 8
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median time of one call. On CUDA the L2 cache is overwritten between calls."""
+    for _ in range(3):
+        run()
+    if device.type != "cuda":
+        return statistics.median(_host_seconds(run) for _ in range(repeats))
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(times)
+
+
+def _host_seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def cases(codec: BlockCodec, values: Tensor) -> dict[str, tuple[Callable[[], None], int]]:
+    """Return what to time, with the bytes that each call reads and writes."""
+    message = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    result = torch.empty_like(values)
+    part_numel = values.numel() // PARTS
+    acc = torch.zeros(part_numel, dtype=torch.float32, device=values.device)
+    return {
+        "encode": (lambda: codec.encode(values, message, seed=1), values.nbytes + message.nbytes),
+        "decode": (lambda: codec.decode(message, result), message.nbytes + result.nbytes),
+        f"decode_add of {PARTS}": (
+            lambda: codec.decode_add(message, acc, 0.5, parts=PARTS),
+            message.nbytes + 2 * acc.nbytes,
+        ),
+    }
+
+
+def rows_of(dtype: torch.dtype, numel: int, block: int, device: torch.device, repeats: int) -> Iterator[list[str]]:
+    """Time a copy and every codec for one dtype; yield the rows of the table."""
+    values = torch.randn(numel, device=device).to(dtype)
+    target = torch.empty_like(values)
+    seconds = seconds_of(lambda: target.copy_(values), device, repeats)
+    copy_rate = 2 * values.nbytes / seconds
+    yield [str(dtype), "", "copy", f"{1e3 * seconds:.3f}", f"{copy_rate / 1e9:.1f}", "100%"]
+    for kind, stochastic in itertools.product((Codec.INT8, Codec.INT4, Codec.FP8), (False, True)):
+        label = kind.value + (", stochastic" if stochastic else "")
+        for call, (run, nbytes) in cases(BlockCodec(kind, block, stochastic), values).items():
+            if stochastic and call != "encode":
+                continue
+            seconds = seconds_of(run, device, repeats)
+            rate = nbytes / seconds
+            share = f"{100 * rate / copy_rate:.0f}%"
+            yield [str(dtype), label, call, f"{1e3 * seconds:.3f}", f"{rate / 1e9:.1f}", share]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--mib", type=int, default=512, help="MiB of float32 source; bfloat16 takes half")
+    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    numel = args.mib * (1 << 20) // 4
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    title = f"{name}; {numel} elements, blocks of {args.block}"
+    table = Table("dtype", "codec", "call", "ms", "GB/s", "of copy", title=title)
+    for dtype in (torch.bfloat16, torch.float32):
+        for row in rows_of(dtype, numel, args.block, device, args.repeats):
+            table.add_row(*row)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
