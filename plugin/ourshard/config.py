@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -270,9 +271,10 @@ class ShardConfig:
         return ShardConfig.from_dict(merged)
 
 
-def config_keys() -> dict[str, Any]:
+@functools.cache
+def config_keys() -> Mapping[str, Any]:
     """Return every leaf key in dotted form (`"offload.optimizer"`) with its annotated type, in order."""
-    return _leaf_keys(ShardConfig, "")
+    return types.MappingProxyType(_leaf_keys(ShardConfig, ""))
 
 
 def _leaf_keys(cls: Any, prefix: str) -> dict[str, Any]:
@@ -365,6 +367,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, key + ".")  # type: ignore[arg-type]
     if typing.get_origin(hint) is tuple:
+        value = () if value is None else value
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
             raise ValueError(f"{key}: expected a list of names, got {value!r}.")

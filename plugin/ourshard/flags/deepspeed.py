@@ -19,6 +19,7 @@ from ourshard.flags.result import FlagResult, disagreement, merge
 DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
 
 _STAGE = "zero_optimization.stage"
+_FILE_KEYS = ("deepspeed_config_file", "hf_ds_config")
 _PERSIST = "zero_optimization.param_persistence_threshold"
 _SECTION_KEYS = {spelling for flag in (*ZERO, *LAUNCHER) for spelling in flag.spellings if "." not in spelling}
 _SECTION_DEFAULT_STAGE = 2  # Accelerate's, when `deepspeed_config:` names neither a stage nor a file
@@ -45,10 +46,13 @@ def from_deepspeed(
     world_size, hidden_size = known.pop("world_size", None), known.pop("hidden_size", None)
     if hidden_size is not None:  # the rule of transformers' Trainer for this "auto"
         known.setdefault(_PERSIST, 10 * hidden_size)
-    results = [_read(raw, known, source)]
-    path = raw.get("deepspeed_config_file")
-    if path not in (None, "", "none"):
-        results.append(_read(load_json(path), known, str(path)))
+    results = [_read({key: value for key, value in raw.items() if key not in _FILE_KEYS}, known, source)]
+    for key in _FILE_KEYS:
+        file = raw.get(key)
+        if isinstance(file, Mapping):
+            results.append(_read(file, known, f"{source}: {key}"))
+        elif file not in (None, "", "none", "auto"):
+            results.append(_read(load_json(file), known, str(file)))
     if not any("stage" in result.said for result in results):
         results.append(_default_stage(source, section and len(results) == 1))
     result = merge(results)
@@ -81,7 +85,7 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _default_stage(source: str, section: bool) -> FlagResult:
     stage, whose = (_SECTION_DEFAULT_STAGE, "Accelerate") if section else (0, "DeepSpeed")
     origin = f"{source}: no stage is given, {whose}'s default is {stage}"
-    return FlagResult(ShardConfig(stage=stage), {"stage": stage}, {"stage": origin})
+    return FlagResult({"stage": stage}, {"stage": origin})
 
 
 def _resolve_auto(flat: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -89,6 +93,8 @@ def _resolve_auto(flat: Mapping[str, Any], auto: Mapping[str, Any], source: str)
     known = {DEEPSPEED.find(key).key if not DEEPSPEED.find(key).tree else key: value for key, value in auto.items()}
     resolved: dict[str, Any] = {}
     for spelling, value in flat.items():
+        if value is None and DEEPSPEED.is_section(spelling):
+            continue
         flag = DEEPSPEED.find(spelling)
         key = spelling if flag.tree else flag.key
         if isinstance(value, str) and value.lower() == "auto":

@@ -248,7 +248,7 @@ PRECISION = (
 )  # fmt: skip
 
 RUN = (
-    refused("sequence_parallel_size", "ourshard shards data-parallel training only; leave it out.", INT,
+    refused("sequence_parallel_size", "only data-parallel training is sharded; leave it out.", INT,
             asks_nothing=(1,)),
     mapped("gradient_accumulation_steps", "run.gradient_accumulation_steps", "Accelerate's and the Trainer's own "
            "setting.", INT),
@@ -317,7 +317,7 @@ LAUNCHER = (
          aliases=("hf_ds_config",)),
 )  # fmt: skip
 
-_OTHER_PARALLELISM = "ourshard shards data-parallel training only; leave the block out."
+_OTHER_PARALLELISM = "only data-parallel training is sharded; leave the block out."
 
 OTHER_FEATURES = tuple(
     refused(key, reason, ANY, tree=True)

@@ -151,8 +151,10 @@ def _read_fsdp(value: Any, said: Mapping[str, Any]) -> Outcome:
     """Read `TrainingArguments.fsdp`: true, or the words of transformers 4 (`"full_shard auto_wrap offload"`)."""
     if isinstance(value, bool) or str(value).lower() in ("true", ""):
         return Outcome()
+    if not isinstance(value, (str, list, tuple)):
+        raise ValueError(f"fsdp: {value!r} is neither true nor words such as 'full_shard auto_wrap'.")
     values: dict[str, Any] = {}
-    for word in str(value).split() if isinstance(value, str) else value:
+    for word in value.split() if isinstance(value, str) else value:
         text = str(getattr(word, "value", word))
         if text == "offload":
             values |= _read_offload(True, said).values
@@ -163,7 +165,7 @@ def _read_fsdp(value: Any, said: Mapping[str, Any]) -> Outcome:
     return Outcome(values)
 
 
-_XLA = "ourshard stands on torch.distributed, which PyTorch/XLA does not use; train with XLA's own FSDP there."
+_XLA = "PyTorch/XLA has an FSDP of its own, which does not stand on torch.distributed; train with that one there."
 
 FLAGS: tuple[Flag, ...] = (
     idle("version", "Tells how the other keys are read; both versions end in the same engine.", Kind.INT,

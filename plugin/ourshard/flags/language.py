@@ -124,6 +124,10 @@ class Language:
             raise ValueError(f"Unknown {self.name} key {key!r}.{nearest(bare, self.by_spelling)}")
         return flag
 
+    def is_section(self, key: str) -> bool:
+        """Say whether `key` only holds other keys, as `zero_optimization` does."""
+        return any(spelling.startswith(f"{key}.") for spelling in self.by_spelling)
+
     def words(self, flat: Mapping[str, Any], source: str) -> dict[str, Word]:
         """Return what `flat` says, by canonical key; `None` says nothing.
 
@@ -132,6 +136,8 @@ class Language:
         """
         words: dict[str, Word] = {}
         for spelling, given in flat.items():
+            if given is None and self.is_section(spelling):
+                continue
             flag = self.find(spelling)
             if given is None:
                 continue
@@ -167,7 +173,7 @@ class Language:
                 origins.setdefault(target, origin)
         lines = [f"{', '.join(keys)}: {note}" for note, keys in notes.items()]
         try:
-            return build(said, origins, lines)
+            return build(said, origins, lines)  # the values together are checked by who joins the sources
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from error
 

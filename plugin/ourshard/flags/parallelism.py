@@ -7,7 +7,7 @@ from typing import Any
 
 from ourshard.flags.language import Kind, Language, Outcome, idle, mapped, refused
 
-_ONE_AXIS = "ourshard shards data-parallel training only; leave this size at 1."
+_ONE_AXIS = "only data-parallel training is sharded; leave this size at 1."
 _COMPANION = "Only tunes a parallelism that ourshard does not do."
 
 

@@ -5,6 +5,7 @@ Only what was said is kept in `FlagResult.said`; defaults are not, so that two s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -34,15 +35,31 @@ class RunSettings:
         return {name: value for name, value in values.items() if value not in (None, {})}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlagResult:
     """The settings of one source, or of several that agree."""
 
-    config: ShardConfig
     said: Mapping[str, Any] = field(default_factory=dict)  # dotted key -> plain value; `run.` keys too
     origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> where it came from, for each key of `said`
     notes: tuple[str, ...] = ()  # what has no meaning here, and why
     run: RunSettings = field(default_factory=RunSettings)
+
+    @functools.cached_property
+    def config(self) -> ShardConfig:
+        """The config that was said, with defaults for the rest.
+
+        It is built when asked for: one source alone may lack what another one adds (a path for `nvme`).
+
+        Raises:
+            ValueError: a value that can't be, or values that contradict each other, with the origin of each.
+        """
+        own = {key: value for key, value in self.said.items() if not key.startswith(RUN)}
+        try:
+            return ShardConfig.from_dict(unflatten(own))
+        except ValueError as error:
+            names = [key for key in own if key in str(error)]
+            origins = "; ".join(f"{key} from {self.origins[key]}" for key in names)
+            raise ValueError(f"{error} ({origins})" if origins else str(error)) from error
 
     def origin(self, key: str) -> str:
         """Say where the value of the dotted `key` comes from."""
@@ -50,15 +67,14 @@ class FlagResult:
 
 
 def build(said: Mapping[str, Any], origins: Mapping[str, str], notes: Iterable[str] = ()) -> FlagResult:
-    """Build the result of `said`, a mapping of dotted keys.
+    """Build the result of `said`, a mapping of dotted keys; each value is checked on its own.
 
     Raises:
-        ValueError: a key is unknown, a value has a wrong type, or values contradict each other.
+        ValueError: a key is unknown, or a value has a wrong type.
     """
     plain = {key: value if key.startswith(RUN) else plain_value(key, value) for key, value in said.items()}
-    config = ShardConfig.from_dict(unflatten({key: value for key, value in plain.items() if not key.startswith(RUN)}))
     run = RunSettings(**unflatten({key[len(RUN) :]: value for key, value in plain.items() if key.startswith(RUN)}))
-    return FlagResult(config, plain, {key: origins[key] for key in plain}, tuple(dict.fromkeys(notes)), run)
+    return FlagResult(plain, {key: origins[key] for key in plain}, tuple(dict.fromkeys(notes)), run)
 
 
 def from_values(values: Mapping[str, Any], source: str) -> FlagResult:
@@ -79,11 +95,11 @@ def _is_empty_section(key: str, value: Any) -> bool:
     return value is None and any(name.startswith(key + ".") for name in config_keys())
 
 
-def merge(results: Iterable[FlagResult]) -> FlagResult:
-    """Join the results of several sources into one.
+def merge(results: Iterable[FlagResult], *, complete: bool = True) -> FlagResult:
+    """Join the results of several sources into one; `complete` says that no more will be added, and checks the config.
 
     Raises:
-        ValueError: two sources give one key different values; the message names both.
+        ValueError: two sources give one key different values (the message names both), or the values can't go together.
     """
     said: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -95,7 +111,10 @@ def merge(results: Iterable[FlagResult]) -> FlagResult:
                 raise ValueError(disagreement(key, said[key], origins[key], value, result.origins[key]))
             said[key] = value
             origins.setdefault(key, result.origins[key])
-    return build(said, origins, notes)
+    joined = build(said, origins, notes)
+    if complete:
+        joined.config  # noqa: B018 (checks the values together)
+    return joined
 
 
 def disagreement(key: str, one: Any, one_origin: str, other: Any, other_origin: str) -> str:

@@ -1,0 +1,139 @@
+"""`ourshard config`: translate, show and write configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ourshard.flags.native import comment_of
+from ourshard.flags.result import FlagResult
+from ourshard.flags.sources import explain, from_environment, load, merge, read, read_document
+from ourshard.flags.translate import compose, elsewhere, translate
+
+app = typer.Typer(help="Translate, show and write configurations.", no_args_is_help=True)
+
+SHORT_FORM = "Short form: stage=3,offload.optimizer=cpu."
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """End the command with the message alone when the user's input is wrong."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command("translate")
+def translate_command(
+    old: Annotated[Path, typer.Argument(help="An Accelerate YAML, a ds_config.json or an fsdp_config.json.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write; stdout if left out.")] = None,
+    to: Annotated[str, typer.Option("--to", help="native, fsdp or deepspeed.")] = "native",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+) -> None:
+    """Write OLD in another form, with a comment on each line; say what could not be taken along."""
+    with _one_line_errors():
+        result = translate(old, output or Path("config.yaml"), to)
+        for path, text in result.files.items():
+            if output is None:
+                typer.echo(text, nl=False)
+            else:
+                _write(path, text, force)
+    for note in result.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _write(path: Path, text: str, force: bool) -> None:
+    if path.exists() and not force:
+        raise ValueError(f"{path} is already there; give another name, or --force.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {path}", err=True)
+
+
+@app.command("show")
+def show_command(
+    file: Annotated[Path | None, typer.Argument(help="A config file; Accelerate's default one if left out.")] = None,
+    given: Annotated[list[str] | None, typer.Option("--set", help=SHORT_FORM)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Print the keys that nobody set, too.")] = False,
+) -> None:
+    """Print the resolved config, and where each value came from: the file, the environment and --set."""
+    with _one_line_errors():
+        results = [from_environment(), *(read(text, "--set") for text in given or ())]
+        path = file or _default_file()
+        if path is not None:
+            results.insert(0, read_document(load(path), path.name))
+        result = merge(results)
+    if as_json:
+        values = {key: {"value": value, "from": origin} for key, (value, origin) in explain(result).items()}
+        document = {"config": values, "run": dict(result.run.said), "notes": list(result.notes)}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    _print(result, every)
+
+
+def _default_file() -> Path | None:
+    """Return the config file that `accelerate launch` takes when none is named, if there is one."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    home = Path(os.environ.get("HF_HOME", cache / "huggingface")) / "accelerate"
+    found = [home / name for name in ("default_config.yaml", "default_config.json") if (home / name).is_file()]
+    return found[0] if found else None
+
+
+def _print(result: FlagResult, every: bool) -> None:
+    table = Table("key", "value", "from", "meaning", box=None, pad_edge=False)
+    for key, (value, origin) in explain(result).items():
+        if every or key in result.said or key == "stage":
+            table.add_row(key, _cell(value), origin, comment_of(key))
+    width = None if sys.stdout.isatty() else 160
+    console = Console(width=width)
+    console.print(table)
+    for line in (*elsewhere(result), *result.notes):
+        console.print(f"note: {line}", markup=False, highlight=False)
+
+
+def _cell(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (bool, list)) or value is None else str(value)
+
+
+@app.command("write")
+def write_command(
+    *,
+    output: Annotated[Path, typer.Argument(help="The YAML to write.")],
+    given: Annotated[list[str] | None, typer.Option("--set", help=SHORT_FORM)] = None,
+    num_processes: Annotated[int, typer.Option(help="Ranks over all machines.")] = 1,
+    num_machines: Annotated[int, typer.Option(help="Machines.")] = 1,
+    main_process_ip: Annotated[str, typer.Option(help="Address of the first of several machines.")] = "",
+    mixed_precision: Annotated[str, typer.Option(help="no, fp16 or bf16.")] = "bf16",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Train on CPUs.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+) -> None:
+    """Write a config for `accelerate launch --config_file`, with a comment on each line."""
+    with _one_line_errors():
+        if mixed_precision not in ("no", "fp16", "bf16"):
+            raise ValueError(f"--mixed-precision: {mixed_precision!r} is not one of no, fp16, bf16.")
+        result = merge([read(text, "--set") for text in given or ()])
+        accelerate: dict[str, Any] = {
+            "compute_environment": "LOCAL_MACHINE",
+            "mixed_precision": mixed_precision,
+            "num_processes": num_processes,
+            "num_machines": num_machines,
+            "machine_rank": 0,
+            "use_cpu": cpu,
+        }
+        if num_machines > 1:
+            if not main_process_ip:
+                raise ValueError("--num-machines above 1 needs --main-process-ip, the address of the first machine.")
+            accelerate |= {"main_process_ip": main_process_ip, "main_process_port": 29500, "rdzv_backend": "static"}
+        _write(output, compose(result, accelerate), force)

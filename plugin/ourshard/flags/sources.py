@@ -1,0 +1,179 @@
+"""All ways to say a setting, read into one form: YAML and JSON files, the environment, arguments, short text.
+
+There is no precedence among sources: `resolve` joins them, and two that give one key different values are an error that
+names both. Only what nobody said is a default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ourshard.config import ShardConfig, config_keys, flatten, nearest
+from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed
+from ourshard.flags.fsdp import FSDP, from_fsdp
+from ourshard.flags.result import FlagResult, from_values, merge
+
+PREFIX = "OURSHARD_"
+CONFIG_VARIABLE = "OURSHARD_CONFIG"  # JSON, the short form, or the path of a file
+# Variables of this prefix that are read elsewhere; any other that is no key of the config is refused.
+OTHER_VARIABLES = frozenset({"OURSHARD_DISABLE", "OURSHARD_GRADIENT_CLIPPING"})
+SECTIONS = ("ourshard_config", "fsdp_config", "deepspeed_config")
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def resolve(given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> FlagResult:
+    """Join everything that was said: `given` maps the name of a source to what it holds, in any form of `read`.
+
+    Raises:
+        ValueError: an unknown key, a wrong value, or two sources that disagree.
+    """
+    results = [read(value, source) for source, value in (given or {}).items()]
+    return merge([*results, from_environment(environ)])
+
+
+def read(value: Any, source: str) -> FlagResult:
+    """Read a `FlagResult`, a `ShardConfig`, a mapping in any of the languages, a path, JSON or the short form.
+
+    A `ShardConfig` says all of its keys, also those that it left at their defaults.
+
+    Raises:
+        ValueError: what `value` says can't be read; `source` stands in the message.
+    """
+    if value is None or value == "":
+        return FlagResult()
+    if isinstance(value, FlagResult):
+        return value
+    if isinstance(value, ShardConfig):
+        return from_values(value.to_dict(), source)
+    if isinstance(value, Mapping):
+        return read_document(value, source)
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).suffix in _SUFFIXES):
+        return read_document(load(value), str(value))
+    if isinstance(value, str):
+        text = value.strip()
+        return read_document(_from_json(text, source), source) if text.startswith("{") else from_text(text, source)
+    raise ValueError(f"{source}: {value!r} is no config; give a mapping, a path, or text such as 'stage=3'.")
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Load the mapping that a YAML or JSON file holds.
+
+    Raises:
+        ValueError: the file can't be read, or holds something else.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: no config could be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected keys and values, got {type(values).__name__}.")
+    return values
+
+
+def _from_json(text: str, source: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}: not JSON ({error}): {text[:100]!r}. Example: '{{\"stage\": 2}}'.") from None
+    assert isinstance(values, dict)  # the text starts with a brace
+    return values
+
+
+def read_document(values: Mapping[str, Any], source: str) -> FlagResult:
+    """Read a whole Accelerate config, or a bare section of it in whichever language knows most of its keys.
+
+    Raises:
+        ValueError: as `from_values`, `from_fsdp` and `from_deepspeed` do.
+    """
+    if "distributed_type" in values or any(name in values for name in SECTIONS):
+        return read_sections(values, source)
+    language = _language(values)
+    if language == "fsdp":
+        return from_fsdp(values, source)
+    if language == "deepspeed":
+        return from_deepspeed(values, source=source)
+    return from_values(values, source)
+
+
+def read_sections(values: Mapping[str, Any], source: str = "") -> FlagResult:
+    """Read every section of an Accelerate config that says something about sharding."""
+    where = f"{source}: " if source else ""
+    results = [from_values(values.get("ourshard_config") or {}, f"{where}ourshard_config")]
+    if values.get("fsdp_config") or values.get("parallelism_config"):
+        parallelism = values.get("parallelism_config") or None
+        results.append(from_fsdp(values.get("fsdp_config") or {}, f"{where}fsdp_config", parallelism))
+    if values.get("deepspeed_config"):
+        results.append(from_deepspeed(values["deepspeed_config"], source=f"{where}deepspeed_config"))
+    return merge(results, complete=False)
+
+
+def _language(values: Mapping[str, Any]) -> str:
+    """Return the language that knows most of the top-level keys: native (in doubt), fsdp or deepspeed."""
+    own = {key.partition(".")[0] for key in config_keys()}
+    fsdp = set(FSDP.by_spelling) | {FSDP.prefix + key for key in FSDP.by_spelling}
+    deepspeed = {key.partition(".")[0] for key in DEEPSPEED.by_spelling}
+    known = {"native": own, "fsdp": fsdp, "deepspeed": deepspeed}
+    tops = {str(key).partition(".")[0] for key in values}
+    return max(known, key=lambda name: len(tops & known[name]))
+
+
+def from_text(text: str, source: str) -> FlagResult:
+    """Read the short form, `"stage=3,shard_size=node,wrap.classes=A,B"`: dotted keys; a list may go on after a comma.
+
+    Raises:
+        ValueError: a part without `=`, an unknown key or a wrong value.
+    """
+    values: dict[str, Any] = {}
+    key = ""
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        if equals:
+            key = name.strip()
+            values[key] = _scalar(value.strip())
+        elif key and isinstance(values[key], str):
+            values[key] += f",{part}"
+        else:
+            raise ValueError(f"{source}: {part!r} has no '='; the short form is 'stage=3,offload.optimizer=cpu'.")
+    return from_values(values, source)
+
+
+def _scalar(text: str) -> str | None:
+    return None if text.lower() in ("null", "~", "") else text
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> FlagResult:
+    """Read `OURSHARD_CONFIG` and single keys: `OURSHARD_STAGE=2`, `OURSHARD_OFFLOAD_OPTIMIZER=cpu`.
+
+    Raises:
+        ValueError: a variable with our prefix that is no key, a wrong value, or variables that disagree.
+    """
+    environ = os.environ if environ is None else environ
+    names = variables()
+    results = []
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
+            continue
+        if name == CONFIG_VARIABLE:
+            results.append(read(environ[name], CONFIG_VARIABLE))
+        elif name in names:
+            results.append(from_values({names[name]: _scalar(environ[name].strip())}, name))
+        else:
+            raise ValueError(f"Unknown variable {name} in the environment.{nearest(name, [CONFIG_VARIABLE, *names])}")
+    return merge(results, complete=False)
+
+
+def variables() -> dict[str, str]:
+    """Return the variable of each dotted key: `OURSHARD_OFFLOAD_OPTIMIZER` -> `offload.optimizer`."""
+    return {PREFIX + key.upper().replace(".", "_"): key for key in config_keys()}
+
+
+def explain(result: FlagResult) -> dict[str, tuple[Any, str]]:
+    """Return every dotted key of the resolved config with its value and where it came from."""
+    return {key: (value, result.origin(key)) for key, value in flatten(result.config.to_dict()).items()}

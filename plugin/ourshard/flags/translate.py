@@ -1,0 +1,120 @@
+"""Configs from one form to another: the documents that `ourshard config translate` and `write` produce."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ourshard.config import unflatten
+from ourshard.flags import native
+from ourshard.flags.deepspeed import to_deepspeed
+from ourshard.flags.fsdp import FSDP, to_fsdp
+from ourshard.flags.result import RUN, FlagResult
+from ourshard.flags.sources import SECTIONS, load, read_document
+
+FORMS = ("native", "fsdp", "deepspeed")
+# Sections that the translation replaces; `parallelism_config` is where FSDP2 says hybrid shard.
+_REPLACED = (*SECTIONS, "distributed_type", "parallelism_config")
+_HINTS: Mapping[str, str] = {
+    "gradient_clipping": "max_grad_norm of TrainingArguments, or accelerator.clip_grad_norm_",
+    "gradient_accumulation_steps": "the argument of TrainingArguments or Accelerator",
+    "train_batch_size": "it follows from the batch size of your DataLoader",
+    "micro_batch_size": "per_device_train_batch_size of TrainingArguments, or your DataLoader",
+    "optimizer": "create it in the script, or let TrainingArguments",
+    "scheduler": "create it in the script, or let TrainingArguments",
+    "grad_scaler": "GradScalerKwargs of Accelerate",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """The files to write, by path, and what could not be taken along."""
+
+    files: Mapping[Path, str]
+    notes: tuple[str, ...]
+
+
+def translate(old: Path, output: Path, form: str = "native") -> Translation:
+    """Translate the config file `old` for a file at `output`. Nothing is written.
+
+    A whole Accelerate config keeps its other keys. From a bare section a config is made that lacks only
+    `num_processes`, which `accelerate launch` then asks for.
+
+    Raises:
+        ValueError: `old` can't be read, says nothing about sharding, or `form` is unknown.
+    """
+    if form not in FORMS:
+        raise ValueError(f"--to: {form!r} is not one of {', '.join(FORMS)}.")
+    values = load(old)
+    if "distributed_type" in values and not any(values.get(section) for section in SECTIONS):
+        raise ValueError(f"{old}: nothing to translate; it has none of {', '.join(SECTIONS)}.")
+    result = read_document(values, old.name)
+    kept = {key: value for key, value in values.items() if key not in _REPLACED} if "distributed_type" in values else {}
+    if result.run.mixed_precision and kept.get("mixed_precision") in (None, "no"):
+        kept["mixed_precision"] = result.run.mixed_precision
+    translation = _WRITERS[form](kept, result, output, old.name)
+    return Translation(translation.files, (*result.notes, *translation.notes))
+
+
+def _to_native(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
+    said = {key: value for key, value in result.said.items() if not key.startswith(RUN)}
+    order = list(native.KEYS)
+    section = unflatten({key: said[key] for key in sorted(said, key=order.index)})
+    document = {"distributed_type": "OURSHARD", **kept, "ourshard_config": section or {"stage": 3}}
+    comments = {f"ourshard_config.{key}": f"{native.comment_of(key)} [{_was(result.origins[key])}]" for key in said}
+    return Translation({output: native.dump(document, comments, f"Translated from {old}.")}, elsewhere(result))
+
+
+def _was(origin: str) -> str:
+    """Shorten an origin to the key and value of the old file."""
+    return origin.rpartition(": ")[2]
+
+
+def elsewhere(result: FlagResult) -> tuple[str, ...]:
+    """Say which settings of the old file belong to Accelerate, the Trainer or the script, and where they go."""
+    said = {key: value for key, value in result.run.said.items() if key in _HINTS}
+    return tuple(f"{key} = {value!r} is not part of the config: {_HINTS[key]}." for key, value in said.items())
+
+
+def _to_fsdp(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
+    section, notes = to_fsdp(result.config)
+    document = {"distributed_type": "FSDP", **kept, "fsdp_config": section}
+    flags = {key: FSDP.find(key) for key in section}
+    comments = {
+        f"fsdp_config.{key}": native.KEYS.get(flag.target, flag.reason.rstrip(".")) for key, flag in flags.items()
+    }
+    return Translation({output: native.dump(document, comments, f"Translated from {old}.")}, notes)
+
+
+def _to_deepspeed(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
+    """Write a `ds_config.json`, and an Accelerate config that names it when the output is YAML."""
+    values, notes = to_deepspeed(result.config)
+    for dtype in ("bf16", "fp16") if "mixed_precision" in kept else ():  # Accelerate refuses it beside a file
+        values[dtype]["enabled"] = kept["mixed_precision"] == dtype
+    text = json.dumps(values, indent=2) + "\n"
+    if output.suffix == ".json":
+        return Translation({output: text}, notes)
+    file = output.with_suffix(".ds_config.json")
+    loads = result.config.stage == 3 and result.config.low_memory_loading
+    section = {"deepspeed_config_file": str(file), "zero3_init_flag": loads}
+    others = {key: value for key, value in kept.items() if key != "mixed_precision"}
+    document = {"distributed_type": "DEEPSPEED", **others, "deepspeed_config": section}
+    comments = {
+        "deepspeed_config.deepspeed_config_file": "the settings",
+        "deepspeed_config.zero3_init_flag": "shard models while they are created",
+    }
+    return Translation({output: native.dump(document, comments, f"Translated from {old}."), file: text}, notes)
+
+
+_WRITERS = {"native": _to_native, "fsdp": _to_fsdp, "deepspeed": _to_deepspeed}
+
+
+def compose(result: FlagResult, accelerate: Mapping[str, Any]) -> str:
+    """Return a new native config: Accelerate's keys as given, then what `result` says."""
+    said = {key: value for key, value in result.said.items() if not key.startswith(RUN)}
+    order = list(native.KEYS)
+    section = unflatten({key: said[key] for key in sorted(said, key=order.index)}) or {"stage": 3}
+    return native.dump({"distributed_type": "OURSHARD", **accelerate, "ourshard_config": section})

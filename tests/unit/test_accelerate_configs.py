@@ -1,0 +1,50 @@
+"""The example configs: each is read, each line says what it means, and each shows what its name says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ourshard.config import flatten
+from ourshard.flags.sources import load, read_document
+
+from tests.commands import ROOT
+
+FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+SHOWS: dict[str, dict[str, Any]] = {
+    "stage1": {"stage": 1},
+    "stage2": {"stage": 2},
+    "stage3": {"stage": 3, "reshard_after_forward": True},
+    "hybrid": {"stage": 3, "shard_size": "node"},
+    "zeropp": {"secondary_shard_size": 8, "communication.weights": "int8", "communication.gradients": "int4"},
+    "offload_host": {"offload.optimizer": "cpu", "offload.params": "none"},
+    "offload_nvme": {"offload.optimizer": "nvme", "offload.params": "cpu"},
+    "lora": {"stage": 3, "persist_below": 100_000},
+    "multi_node": {"stage": 3, "checkpoint.asynchronous": True},
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_config_is_read_and_each_line_is_explained(path: Path) -> None:
+    values = load(path)
+    result = read_document(values, path.name)
+    assert values["distributed_type"] == "OURSHARD"
+    assert result.said
+    assert result.notes == ()
+    assert all("#" in line for line in path.read_text().splitlines() if line.strip())
+    assert values["num_processes"] % values["num_machines"] == 0
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_each_config_shows_what_its_name_says(name: str) -> None:
+    config = flatten(read_document(load(ROOT / "accelerate_configs" / f"{name}.yaml"), name).config.to_dict())
+    assert {key: config[key] for key in SHOWS[name]} == SHOWS[name]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_other_key_is_accelerates(path: Path) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    unknown = set(load(path)) - set(ClusterConfig.__dataclass_fields__) - {"ourshard_config"}
+    assert not unknown

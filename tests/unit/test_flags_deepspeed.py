@@ -1,0 +1,280 @@
+"""DeepSpeed's configuration, in both of its shapes, to a config and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ourshard.config import ShardConfig
+from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed, to_deepspeed
+from ourshard.flags.language import Kind, Verdict
+from ourshard.flags.sources import load, read_document
+
+FILES = Path(__file__).parent / "flag_files"
+TRAINER = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "train_batch_size": 64,
+    "world_size": 4,
+    "gradient_clipping": 1.0,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "bf16.enabled": True,
+    "fp16.enabled": False,
+    "hidden_size": 64,
+}
+
+
+def zero(**values: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **values}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "0", "1", "2", "3"])
+def test_stages_are_the_same_as_numbers_and_as_text(stage: int | str) -> None:
+    assert from_deepspeed({"zero_optimization": {"stage": stage}}).config.stage == int(stage)
+    assert from_deepspeed({"zero_stage": stage}).config.stage == int(stage)
+
+
+def test_the_stage_that_nobody_wrote_is_the_default_of_whoever_would_have_read_it() -> None:
+    assert from_deepspeed({"gradient_clipping": 1.0}).config.stage == 0
+    section = from_deepspeed({"offload_optimizer_device": "cpu"})
+    assert section.config.stage == 2
+    assert "Accelerate's default" in section.origins["stage"]
+
+
+def test_auto_takes_the_trainers_values_and_is_dropped_where_there_are_none() -> None:
+    result = from_deepspeed(FILES / "ds_zero2.json", TRAINER)
+    assert result.run.mixed_precision == "bf16"
+    assert (result.run.gradient_accumulation_steps, result.run.train_batch_size) == (8, 64)
+    assert result.run.optimizer == {
+        "type": "AdamW",
+        "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    }
+    assert result.run.scheduler["params"] == {"warmup_max_lr": 5e-5}
+    bare = from_deepspeed(FILES / "ds_zero2.json")
+    assert bare.run.optimizer == {"type": "AdamW"}
+    assert (bare.run.mixed_precision, bare.run.gradient_accumulation_steps) == (None, None)
+
+
+@pytest.mark.parametrize("flag", DEEPSPEED.flags, ids=lambda flag: flag.key)
+def test_auto_never_reaches_the_result_whatever_key_it_stands_on(flag: Any) -> None:
+    key = f"{flag.key}.anything" if flag.tree else flag.key
+    result = from_deepspeed({**{"zero_optimization.stage": 1}, key: "auto"})
+    assert "auto" not in json.dumps([result.said, dict(result.run.said)])
+    assert result.config == ShardConfig(stage=0 if key == "zero_optimization.stage" else 1)
+
+
+def test_the_persistence_threshold_auto_follows_the_hidden_size_or_stays_ours() -> None:
+    raw = zero(stage3_param_persistence_threshold="auto")
+    assert from_deepspeed(raw, {"hidden_size": 64}).config.persist_below == 640
+    assert from_deepspeed(raw).config.persist_below == ShardConfig().persist_below
+    said = zero(stage3_param_persistence_threshold="1e4")
+    assert from_deepspeed(said, {"hidden_size": 64}).config.persist_below == 10_000
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps: ds_config gives 2.*Trainer.*gives 8"),
+        ({"gradient_clipping": 0.5}, r"gradient_clipping: ds_config gives 0.5.*gives 1.0"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, r"optimizer.params.lr: ds_config gives 0.001.*5e-05"),
+        ({"fp16": {"enabled": True}}, r"fp16.enabled: ds_config gives True.*gives False"),
+    ],
+)
+def test_a_value_that_disagrees_with_the_trainer_names_both(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_deepspeed(raw, TRAINER)
+
+
+def test_numbers_that_are_written_as_text_agree_with_numbers() -> None:
+    raw = {
+        "gradient_accumulation_steps": "8",
+        "gradient_clipping": "1.0",
+        "optimizer": {"params": {"lr": "5e-5", "betas": ["0.9", 0.999]}},
+    }
+    assert from_deepspeed(raw, TRAINER).run.gradient_accumulation_steps == 8
+
+
+def test_batch_sizes_are_not_needed_and_are_checked_when_all_are_known() -> None:
+    assert from_deepspeed({"zero_optimization": {"stage": 2}}).run.train_batch_size is None
+    raw = {"train_batch_size": 100, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
+    with pytest.raises(ValueError, match=r"100 is not train_micro_batch_size_per_gpu 2 .* 8 x 4 ranks = 64"):
+        from_deepspeed(raw, {"world_size": 4})
+
+
+def test_offload_goes_to_tiers_and_one_path() -> None:
+    result = from_deepspeed(FILES / "ds_zero3_offload.json")
+    offload = result.config.offload
+    assert (offload.optimizer.value, offload.params.value, offload.nvme_path) == ("nvme", "cpu", "/local/nvme")
+    two = zero(
+        offload_optimizer={"device": "nvme", "nvme_path": "/a"}, offload_param={"device": "nvme", "nvme_path": "/b"}
+    )
+    with pytest.raises(ValueError, match=r"offload.nvme_path: .*'/a', but .*'/b'"):
+        from_deepspeed(two)
+
+
+def test_a_path_beside_a_device_that_is_no_disk_is_noted_as_inactive() -> None:
+    result = from_deepspeed(zero(offload_param={"device": "cpu", "nvme_path": "/a"}))
+    assert result.config.offload.nvme_path is None
+    assert any("offload_param.nvme_path: inactive" in note for note in result.notes)
+
+
+def test_offloaded_parameters_need_stage_3() -> None:
+    with pytest.raises(ValueError, match=r"offload.params needs stage 3; stage 2"):
+        from_deepspeed({"zero_stage": 2, "offload_param_device": "cpu"})
+
+
+def test_zeropp_becomes_codecs_and_a_second_shard() -> None:
+    result = from_deepspeed(FILES / "ds_zeropp.json")
+    config = result.config
+    assert (config.secondary_shard_size, config.persist_below, config.ledger) == (8, 10_000, True)
+    assert (config.communication.weights.value, config.communication.gradients.value) == ("int8", "int4")
+    assert config.precision.reduce_dtype == "float32"
+    assert result.run.mixed_precision == "fp16"
+    assert result.run.grad_scaler == {"init_scale": 4096.0, "growth_interval": 500}
+
+
+def test_masters_in_half_precision_are_kept() -> None:
+    raw = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    assert from_deepspeed(raw).config.precision.master_dtype == "bfloat16"
+
+
+def test_bf16_and_fp16_at_once_disagree() -> None:
+    with pytest.raises(ValueError, match=r"mixed_precision: .*bf16.enabled=True gives 'bf16'.*fp16.enabled=True"):
+        from_deepspeed({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
+
+
+def test_a_static_loss_scale_is_where_the_scale_stays() -> None:
+    result = from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128, "initial_scale_power": 16}})
+    assert result.run.grad_scaler == {"init_scale": 128.0, "growth_interval": 2**31 - 1}
+    assert any("does not grow" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [
+        (zero(zero_quantized_nontrainable_weights=True), "zero_quantized_nontrainable_weights"),
+        (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload"),
+        ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}, "curriculum_learning.enabled"),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention.mode"),
+        ({"amp": {"enabled": "true"}}, "amp.enabled"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size"),
+        ({"enable_msamp": True}, "enable_msamp"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_with_the_key(raw: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: .* is refused: "):
+        from_deepspeed(raw)
+
+
+def test_blocks_that_are_switched_off_pass() -> None:
+    raw = {
+        "curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"},
+        "amp": {"enabled": "false"},
+        "compile": {"deepcompile": False},
+        "autotuning": {},
+        "sequence_parallel_size": 1,
+        "flops_profiler": {"enabled": False, "profile_step": 1},
+    }
+    result = from_deepspeed(raw)
+    assert (result.config, result.notes) == (ShardConfig(stage=0), ())
+
+
+def test_idle_keys_are_said_once_for_each_reason() -> None:
+    notes = from_deepspeed(FILES / "ds_zero3_offload.json").notes
+    assert len(notes) == len({note.partition(": ")[2] for note in notes})
+    assert sum("zero_optimization.overlap_comm" in note for note in notes) == 1
+    assert any(note.startswith("tensorboard.enabled") and "report_to" in note for note in notes)
+
+
+def test_unknown_keys_name_the_nearest_one_at_any_depth() -> None:
+    with pytest.raises(ValueError, match=r"'zero_optimization.offload_optimiser.device'.*offload_optimizer.device"):
+        from_deepspeed(zero(offload_optimiser={"device": "cpu"}))
+    with pytest.raises(ValueError, match=r"'gradient_cliping'.*'gradient_clipping'"):
+        from_deepspeed({"gradient_cliping": 1.0})
+
+
+def test_a_section_and_its_file_are_joined_and_must_agree(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
+    section = {"deepspeed_config_file": str(path), "zero3_init_flag": True, "gradient_clipping": "1.0"}
+    result = from_deepspeed(section)
+    assert (result.config.stage, result.run.gradient_clipping) == (3, 1.0)
+    with pytest.raises(ValueError, match=r"stage: deepspeed_config: zero_stage=2 gives 2, but .*ds.json.* gives 3"):
+        from_deepspeed({**section, "zero_stage": 2})
+
+
+def test_public_accelerate_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = read_document(load(FILES / "accelerate_zero3.yaml"), "x")
+    assert (result.config.stage, result.config.offload.optimizer.value) == (3, "cpu")
+    assert (result.run.gradient_accumulation_steps, result.run.gradient_clipping) == (4, 1.0)
+    monkeypatch.chdir(FILES)
+    result = read_document(load("accelerate_ds_file.yaml"), "x")
+    assert (result.config.stage, result.run.mixed_precision, result.run.micro_batch_size) == (3, "bf16", 2)
+
+
+def test_a_section_that_is_null_says_nothing() -> None:
+    assert from_deepspeed({"zero_optimization": {"stage": 2, "offload_param": None}, "fp16": None}).said == {"stage": 2}
+
+
+def test_the_first_format_of_zero_is_read() -> None:
+    config = from_deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}}).config
+    assert (config.stage, config.offload.optimizer.value) == (2, "cpu")
+    assert from_deepspeed({"zero_optimization": True}).config.stage == 1
+
+
+sayable = st.fixed_dictionaries(
+    {"stage": st.sampled_from([0, 1, 2, 3])},
+    optional={
+        "offload": st.sampled_from(
+            [{"optimizer": "cpu"}, {"optimizer": "nvme", "nvme_path": "/n", "pin_memory": False}]
+        ),
+        "precision": st.sampled_from(
+            [{"param_dtype": "bf16", "reduce_dtype": "fp32"}, {"master_dtype": "bf16"}, {"master_dtype": "fp16"}]
+        ),
+        "prefetch": st.just({"forward": 0, "backward": 0}),
+        "communication": st.sampled_from([{"weights": "int8"}, {"gradients": "int4"}]),
+        "ledger": st.booleans(),
+    },
+)  # fmt: skip
+
+
+@given(sayable)
+def test_what_deepspeed_can_say_comes_back_equal(values: dict[str, Any]) -> None:
+    config = ShardConfig.from_dict(values)
+    raw, notes = to_deepspeed(config)
+    assert notes == ()
+    assert from_deepspeed(json.loads(json.dumps(raw))).config == config
+
+
+def test_stage_3_alone_is_said_with_its_own_keys() -> None:
+    config = ShardConfig(secondary_shard_size=8, persist_below=7).replace(offload={"params": "cpu"})
+    raw, notes = to_deepspeed(config)
+    assert notes == ()
+    assert raw["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert from_deepspeed(raw).config == config
+
+
+def test_what_deepspeed_cannot_say_is_noted() -> None:
+    config = ShardConfig(shard_size="node", reshard_after_forward=False).replace(communication={"weights": "fp8"})
+    _, notes = to_deepspeed(config)
+    assert {note.partition(":")[0] for note in notes} == {
+        "shard_size",
+        "reshard_after_forward",
+        "communication.weights",
+    }
+
+
+def test_each_key_has_one_verdict_and_a_reason() -> None:
+    for flag in DEEPSPEED.flags:
+        assert flag.reason
+        if flag.verdict is Verdict.REFUSED and flag.kind is not Kind.ANY:
+            assert flag.asks_nothing, flag.key
