@@ -93,14 +93,17 @@ def file_names(count: int, single: str) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
 
 
-def index_of(names: Sequence[str], files: Sequence[Sequence[TensorInfo]]) -> bytes:
-    """Return the JSON that says which tensor is in which file."""
+def index_of(
+    names: Sequence[str], files: Sequence[Sequence[TensorInfo]], ties: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the JSON that says which tensor is in which file; aliases of `ties` are where their owner is."""
     everything = [info for own in files for info in own]
     total = {
         "total_parameters": sum(info.numel for info in everything if info.key.kind == PARAM),
         "total_size": sum(info.nbytes for info in everything),
     }
     weight_map = {info.key.name: name for name, own in zip(names, files, strict=True) for info in own}
+    weight_map.update({alias: weight_map[owner] for alias, owner in (ties or {}).items() if owner in weight_map})
     return json.dumps({"metadata": total, "weight_map": dict(sorted(weight_map.items()))}, indent=2).encode() + b"\n"
 
 

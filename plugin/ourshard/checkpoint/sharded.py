@@ -81,6 +81,10 @@ class ShardedSource(Source):
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_whose(self.manifest)}") from error
 
+    def shards_of(self, key: TensorKey) -> int:
+        """Return in how many files the tensor lies; 0 for state that is in the manifest."""
+        return len(self._pieces.get(key, ()))
+
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the state that belonged to this rank alone; empty if it saved none or its file is not here."""
         name = rank_state_path(rank)

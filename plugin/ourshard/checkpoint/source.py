@@ -161,6 +161,10 @@ class Source(ABC):
         """Return what belongs to one rank alone, plain data: random states, the data position. Empty: not known."""
         return {}
 
+    def shards_of(self, key: TensorKey) -> int | None:
+        """Return in how many pieces the tensor lies; None: the reader does not count them."""
+        return None
+
     def verify_files(self) -> Iterator[tuple[str, str | None]]:
         """Yield (file, None) for each file that is as its own record says, (file, problem) for each that is not.
 

@@ -43,6 +43,10 @@ class View(Source):
         """Return these elements of the tensor behind the key."""
         return self.base.read_run(self.origins[key], start, stop)
 
+    def shards_of(self, key: TensorKey) -> int | None:
+        """Return in how many pieces the tensor behind the key lies."""
+        return self.base.shards_of(self.origins[key])
+
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the other's."""
         return self.base.rank_state(rank)

@@ -1,0 +1,132 @@
+"""Files of torch.save in the old layout: `pytorch_model.bin`, and the optimizer as torch numbers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .companions import companions
+from .foreign.draft import Draft, ForeignSource
+from .foreign.names import canonical_keys
+from .foreign.weights import find_weights, read_weights
+from .huggingface_sink import MAX_SHARD_SIZE, file_names, index_of, split, write_companions
+from .sink import Sink, SinkOptions
+from .source import BUFFER, PARAM, Source, TensorInfo, TensorKey
+from .torch_archive import Archive
+from .workspace import OutputStream, Workspace
+
+MODEL = "pytorch_model.bin"
+OPTIMIZER = "optimizer.bin"
+SCHEDULER = "scheduler.bin"
+SCALER = "scaler.pt"
+
+_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class TorchSaveSource(ForeignSource):
+    """Weights in files of torch.save, read without unpickling. Tied names show the same storage."""
+
+    format = "torch"
+    looks_for = f"{MODEL}, {MODEL}.index.json, or a file {'/'.join(_SUFFIXES)} that holds a state_dict"
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+        super().__init__(path, parameter_order)
+        weights = read_weights(path)
+        files = companions(path.parent) if path.name.startswith(MODEL) else {}
+        tensors = canonical_keys(weights.tensors, str(path))
+        self.publish(Draft(model=dict(tensors), ties=weights.ties or None, files=files))
+
+    @classmethod
+    def find(cls, path: Path) -> Path | None:
+        """Return the file or index to read."""
+        if path.is_file():
+            return path if path.suffix in _SUFFIXES or path.name == f"{MODEL}.index.json" else None
+        found = find_weights(path, ("pytorch_model",))
+        return found if found is not None and ".bin" in found.name else None
+
+
+class TorchSaveSink(Sink):
+    """What `torch.save(model.state_dict())` and `torch.save(optimizer.state_dict())` would have written."""
+
+    format = "torch"
+    summary = "torch.save files: pytorch_model.bin (or several with an index), optimizer.bin, scheduler.bin"
+
+    def __init__(self, options: SinkOptions) -> None:
+        if options.world_size is not None:
+            raise ValueError("world_size has no meaning for files of torch.save: use max_shard_size")
+        super().__init__(options)
+
+    @classmethod
+    def can_hold(cls, kind: str) -> bool:
+        """Hold weights, buffers and the optimizer's state."""
+        return TensorKey(kind, "").is_state or kind in (PARAM, BUFFER)
+
+    @classmethod
+    def losses(cls, source: Source) -> tuple[str, ...]:
+        """Name what has no file."""
+        client = ("the client state",) if source.description.client_state else ()
+        unnamed = (
+            any(TensorKey(key.kind, "").is_state for key in source.tensors) and not source.description.param_groups
+        )
+        nameless = ("the optimizer's state: its parameter groups are not known",) if unnamed else ()
+        return (*super().losses(source), *client, *nameless)
+
+    def write(self, source: Source, workspace: Workspace) -> None:
+        """Write the weights, the optimizer if its groups are known, and the small files."""
+        infos = [info for key, info in source.tensors.items() if key.kind in (PARAM, BUFFER)]
+        files = split(infos, self.options.max_shard_size or MAX_SHARD_SIZE)
+        names = file_names(len(files), MODEL)
+        for name, own in zip(names, files, strict=True):
+            archive = Archive(source)
+            archive.write(workspace, name, _state_dict(source, archive, own))
+        if len(files) > 1:
+            workspace.write_bytes(f"{MODEL}.index.json", index_of(names, files, source.description.ties))
+        if source.description.param_groups:
+            archive = Archive(source)
+            archive.write(workspace, OPTIMIZER, optimizer_state(source, archive))
+        for name, value in ((SCHEDULER, source.description.scheduler), (SCALER, source.description.scaler)):
+            if value and not workspace.finished(name):
+                with workspace.create(name) as stream:
+                    _save(value, stream)
+        write_companions(workspace, source, infos)
+
+
+def optimizer_state(source: Source, archive: Archive) -> dict[str, Any]:
+    """Return an optimizer's state_dict: numbered parameters, with their names in each group's `param_names`."""
+    kinds: dict[str, list[str]] = {}
+    for key in source.tensors:
+        if key.is_state:
+            kinds.setdefault(key.name, []).append(key.kind)
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    number = 0
+    for group in source.description.param_groups:
+        members = list(group["params"])
+        for offset, name in enumerate(members):
+            values = {kind: archive.tensor(TensorKey(kind, name)) for kind in kinds.get(name, ())}
+            values.update(source.description.param_state.get(name, {}))
+            if values:
+                state[number + offset] = values
+        numbers = list(range(number, number + len(members)))
+        groups.append({**group, "params": numbers, "param_names": members})
+        number += len(members)
+    return {"state": state, "param_groups": groups}
+
+
+def _state_dict(source: Source, archive: Archive, infos: Sequence[TensorInfo]) -> dict[str, Any]:
+    """Return name -> stand-in, each alias after its owner with the same storage."""
+    aliases: dict[str, list[str]] = {}
+    for alias, owner in source.description.ties.items():
+        aliases.setdefault(owner, []).append(alias)
+    content: dict[str, Any] = {}
+    for info in infos:
+        for name in (info.key.name, *aliases.get(info.key.name, ())):
+            content[name] = archive.tensor(info.key)
+    return content
+
+
+def _save(value: Mapping[str, Any] | Sequence[Any], stream: OutputStream) -> None:
+    torch.save(value, stream)  # type: ignore[arg-type]
