@@ -131,11 +131,11 @@ def main() -> None:
     set_seed(args.seed)
     with accelerator.main_process_first():  # the others read what the first one cached
         rows = read_source_code(args.sequence_length, args.max_files)
-    loader = DataLoader(rows, batch_size=args.batch_size, shuffle=True, drop_last=True)
+    generator = torch.Generator().manual_seed(args.seed)
+    loader = DataLoader(rows, batch_size=args.batch_size, shuffle=True, drop_last=True, generator=generator)
     model, losses = train(accelerator, loader, args)
     last, unigram = np.mean(losses[-50:]), unigram_entropy(rows)
     accelerator.print(f"Loss: {last:.2f} nats a byte; a model of byte frequencies has {unigram:.2f}.")
-
     accelerator.save_model(model, args.output_dir)
     if accelerator.is_main_process:
         model.config.save_pretrained(args.output_dir)
