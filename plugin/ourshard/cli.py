@@ -23,6 +23,9 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "config": Command(
+        "ourshard.flags.cli:app", "Translate a config of FSDP or DeepSpeed, show what is in force, write one."
+    ),
     "convert": Command(
         "ourshard.checkpoint.commands:convert_app", "Convert a checkpoint of any framework to another format."
     ),

@@ -19,7 +19,7 @@ from ourshard.flags.result import FlagResult
 from ourshard.flags.sources import explain, from_environment, load, merge, read, read_document
 from ourshard.flags.translate import compose, elsewhere, translate
 
-app = typer.Typer(help="Translate, show and write configurations.", no_args_is_help=True)
+app = typer.Typer(help="Translate, show and write configurations.", no_args_is_help=True, add_completion=False)
 
 SHORT_FORM = "Short form: stage=3,offload.optimizer=cpu."
 
