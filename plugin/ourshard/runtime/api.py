@@ -1,0 +1,121 @@
+"""What users call: shard a model, reach whole parameters, clip, save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ourshard.config import ShardConfig
+from ourshard.runtime import state as _state
+from ourshard.runtime.build import build_engine
+from ourshard.runtime.clip import clip_grad_norm_, clip_grad_value_
+from ourshard.runtime.engine import ENGINES, Engine
+from ourshard.runtime.mesh import Mesh, build_mesh
+from ourshard.runtime.optim import adopt_optimizer
+
+__all__ = [
+    "Engine",
+    "adopt_optimizer",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "engine_of",
+    "full_state_dict",
+    "gathered",
+    "iter_full_parameters",
+    "load_full_state_dict",
+    "reset",
+    "shard_model",
+]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard_model(
+    model: Model,
+    config: ShardConfig | Mapping[str, Any] | None = None,
+    mesh: Mesh | DeviceMesh | None = None,
+    *,
+    device: torch.device | str | None = None,
+    cast_small: bool = True,
+) -> Model:
+    """Shard `model` in place and return it.
+
+    Collective: every rank calls it with a model of the same structure. Values come from rank 0; the other ranks may hold
+    them on the meta device. Parameters keep their Python identity, so optimizers may be made before or after.
+    `cast_small=False` leaves parameters below `persist_below` in their own dtype, for use under autocast.
+    Raises `ValueError` on every rank when the model or the config can't work.
+    """
+    if config is None or isinstance(config, Mapping):
+        config = ShardConfig.from_dict(config or {})
+    built = build_mesh(config, mesh, torch.device(device) if device is not None else None)
+    build_engine(model, config, built, cast_small=cast_small)
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """Return the engine of a sharded model (compiled or not), or None."""
+    model = getattr(model, "_orig_mod", model)
+    engine = model.__dict__.get("_ourshard")
+    return engine if isinstance(engine, Engine) else None
+
+
+def _engine(model: nn.Module) -> Engine:
+    engine = engine_of(model)
+    if engine is None:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded by ourshard; call `accelerator.prepare` or `ourshard.shard_model` first."
+        )
+    return engine
+
+
+@contextmanager
+def gathered(
+    target: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+    writeback: bool = False,
+    modifier_rank: int | None = None,
+) -> Iterator[Any]:
+    """Make the parameters of a model, a module of it, or given parameters whole for the time of a `with` block.
+
+    Collective: enter and leave on every rank. Inside, modules hold ordinary tensors in compute dtype. With a whole
+    model inside, forwards do not communicate, so ranks may run different numbers of them. With `writeback`, changed
+    elements reach the masters: each rank's rows from that rank, or all from `modifier_rank`. Contexts nest.
+    Yields `target`.
+    """
+    if isinstance(target, nn.Module):
+        parameters = list(target.parameters())
+    else:
+        parameters = [target] if isinstance(target, torch.Tensor) else list(target)
+    with ExitStack() as stack:
+        for engine in sorted(ENGINES, key=lambda engine: engine.order):
+            units = _state.units_of(engine, parameters)
+            if isinstance(target, nn.Module) and engine is engine_of(target):
+                units = list(engine.units)
+            if units:
+                stack.enter_context(_state.gathered_engine(engine, units, writeback, modifier_rank))
+        yield target
+
+
+def full_state_dict(model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
+    """Return the whole state of a sharded model on the CPU; see `state.full_state_dict`. Collective."""
+    return _state.full_state_dict(_engine(model), **options)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    """Load whole tensors by name into a sharded model; see `state.load_full_state_dict`."""
+    _state.load_full_state_dict(_engine(model), state, strict)
+
+
+def iter_full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole parameter on the CPU), one lane in memory at a time. Collective: exhaust it on every rank."""
+    for names, value in _state.iter_full(_engine(model), dtype=dtype):
+        yield names[0], value
+
+
+def reset(model: nn.Module) -> None:
+    """Make a sharded model usable again after an exception that was caught. Gradients are dropped."""
+    _engine(model).reset()

@@ -1,0 +1,166 @@
+"""Build an engine: check the model on all ranks, plan lanes, fill them from rank 0, take the parameters over."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from ourshard.config import ShardConfig
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
+from ourshard.runtime.lane import Lane, LaneKey
+from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayout, plan_unit
+from ourshard.runtime.ledger import Ledger
+from ourshard.runtime.mesh import Mesh
+from ourshard.runtime.placement import placement_of
+from ourshard.runtime.unit import Unit
+
+
+def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_small: bool) -> Engine:
+    """Shard `model` in place and return its engine. Collective; raises `ValueError` on every rank if one can't go on."""
+    engine = Engine(model, config, mesh, cast_small=cast_small, ledger=Ledger() if config.ledger else None)
+    stock = _checked_stock(model, engine)
+    for index, entry in enumerate(stock):
+        name = entry.unit.name if entry.unit else ""
+        unit = Unit(engine, index, name, entry.unit.module if entry.unit else model, is_root=entry.unit is None)
+        engine.units.append(unit)
+        unit.build(plan_lanes(entry.parameters, engine), entry.parameters)
+        for lane in unit.lanes:
+            _fill(lane, engine)
+        unit.take_over()
+    _share_buffers(model, engine)
+    model._ourshard = engine  # type: ignore[assignment]
+    engine.attach(model)
+    return engine
+
+
+def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
+    """Lay the parameters of one unit out: sharded ones over the shard axis, whole ones in lanes of one rank."""
+    by_world: dict[int, list[int]] = defaultdict(list)
+    keys = [_lane_key(parameter, engine) for parameter in parameters]
+    for index, key in enumerate(keys):
+        by_world[1 if key.placement.whole else engine.mesh.shard.size].append(index)
+    lanes: list[LaneLayout] = []
+    for world, indices in sorted(by_world.items()):
+        specs = [TensorSpec(parameters[i].name, parameters[i].shape, keys[i]) for i in indices]
+        for lane in plan_unit(specs, world).lanes:
+            tensors = tuple(LaneTensor(indices[t.index], t.offset, t.numel, t.granule) for t in lane.tensors)
+            lanes.append(LaneLayout(lane.key, tensors, lane.shard_numel, lane.world))
+    return UnitLayout(tuple(lanes))
+
+
+def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
+    trainable = parameter.tensor.requires_grad
+    small = parameter.numel < engine.config.persist_below
+    stage = engine.config.stage if engine.mesh.shard.size > 1 else 0  # a shard of one rank is the whole
+    placement = placement_of(stage, small=small, trainable=trainable)
+    compute = store = parameter.dtype
+    if parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1:
+        if engine.param_dtype is not None and (engine.cast_small or not small):
+            compute = engine.param_dtype
+        if trainable:
+            wide = engine.master_dtype
+            # A master never has less than the parameter had, unless a 16-bit master was asked for by name.
+            store = torch.promote_types(parameter.dtype, wide) if wide.itemsize > 2 else wide
+    return LaneKey(placement, store, compute, trainable)
+
+
+@torch.no_grad()
+def _fill(lane: Lane, engine: Engine) -> None:
+    """Give every rank its part of rank 0's values."""
+    whole = torch.zeros(lane.layout.numel, dtype=lane.store_dtype, device=lane.device)
+    if engine.mesh.world.rank == 0:
+        for position, parameter in enumerate(lane.parameters):
+            lane.whole_view(whole, position).copy_(parameter.tensor)
+    engine.collectives.broadcast(whole, engine.mesh.world, lane.unit.label)
+    lane.load(whole)
+
+
+@torch.no_grad()
+def _share_buffers(model: nn.Module, engine: Engine) -> None:
+    """Give every rank rank 0's buffers, persistent or not, cast to `buffer_dtype` if one is set."""
+    wanted = getattr(torch, engine.config.precision.buffer_dtype) if engine.config.precision.buffer_dtype else None
+    for name, module in model.named_modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                buffer = torch.empty_like(buffer, device=engine.mesh.device)
+            buffer = buffer.to(engine.mesh.device)
+            if wanted is not None and buffer.is_floating_point():
+                buffer = buffer.to(wanted)
+            buffer = buffer.contiguous()
+            engine.collectives.broadcast(buffer, engine.mesh.world, f"buffer {name}.{attribute}")
+            module._buffers[attribute] = buffer
+
+
+def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
+    """Take stock of the model, and make sure that all ranks see the same and that rank 0 has values."""
+    error, stock = None, []
+    try:
+        _refuse_unsupported(engine)
+        if getattr(model, "_ourshard", None) is not None:
+            raise ValueError("The model is sharded already: it was prepared before. Use the prepared model as it is.")
+        inner = [name for name, module in model.named_modules() if getattr(module, "_ourshard", None) is not None]
+        if inner:
+            raise ValueError(f"{inner[0]!r} inside of the model is sharded already; shard the outer model only.")
+        stock = take_stock(model, engine.config.wrap)
+        if engine.mesh.world.rank == 0:
+            _refuse_meta(model, stock)
+    except ValueError as problem:
+        error = str(problem)
+    engine.control.check(error, "checking the model")
+    _check_same_model(stock, engine)
+    return stock
+
+
+def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:
+    meta = [p.name for entry in stock for p in entry.parameters if p.tensor.is_meta]
+    if meta:
+        raise ValueError(
+            f"{len(meta)} parameters are on the meta device and have no values ({', '.join(meta[:3])}, ...). Rank 0 must "
+            "have real weights: load them, or create the model without `torch.device('meta')`."
+        )
+    lost = [f"{name}.{key}" for name, m in model.named_modules() for key, v in vars(m).items() if _is_meta(v)]
+    if lost:
+        raise ValueError(f"The tensor {lost[0]!r} is on the meta device and is not a registered buffer; register it.")
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _check_same_model(stock: list[UnitParameters], engine: Engine) -> None:
+    seen = [f"{p.name} {p.shape} {p.dtype} {p.tensor.requires_grad}" for entry in stock for p in entry.parameters]
+    digest = hashlib.sha256("\n".join(seen).encode()).hexdigest()
+    if len(set(engine.control.gather_objects(digest, "comparing models"))) == 1:
+        return
+    lists = engine.control.gather_objects(seen, "comparing parameters")
+    assert isinstance(lists[0], list)
+    for rank, other in enumerate(lists):
+        assert isinstance(other, list)
+        if other != lists[0]:
+            differing = [(a, b) for a, b in zip(lists[0], other, strict=False) if a != b] or [
+                (len(lists[0]), len(other))
+            ]
+            raise ValueError(
+                f"Ranks hold different models: rank 0 has {differing[0][0]}, rank {rank} has {differing[0][1]}."
+            )
+
+
+def _refuse_unsupported(engine: Engine) -> None:
+    """Refuse, by name, what the config allows and this version of the runtime does not do."""
+    config, device = engine.config, engine.mesh.device
+    if config.offload.active:
+        raise ValueError("offload: host and NVMe tiers are not available in this version; set offload to none.")
+    if config.communication.active:
+        raise ValueError("communication: quantized collectives are not available in this version; set them to none.")
+    if config.secondary_shard_size is not None:
+        raise ValueError("secondary_shard_size: hpZ is not available in this version; leave it out.")
+    if config.shard_optimizer_over == "all" and engine.mesh.replicate.size > 1:
+        raise ValueError("shard_optimizer_over: 'all' is not available in this version; use 'shard'.")
+    if device.type == "cuda" and engine.param_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise ValueError(f"precision.param_dtype: {device} can't compute in bfloat16; use float16 or float32.")

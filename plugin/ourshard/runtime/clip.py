@@ -1,0 +1,109 @@
+"""Norms and clipping over sharded, whole, tied and frozen parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ourshard.runtime.engine import ENGINES, Engine
+from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.lane import Lane
+
+
+@dataclass(slots=True)
+class _Gradients:
+    """Local gradients to look at: `sharded` by engine (this rank's rows only), `whole` the same on all ranks."""
+
+    sharded: dict[Engine, list[torch.Tensor]] = field(default_factory=dict)
+    whole: list[torch.Tensor] = field(default_factory=list)
+
+    def all(self) -> list[torch.Tensor]:
+        return [*self.whole, *(tensor for tensors in self.sharded.values() for tensor in tensors)]
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip the norm of the gradients of `parameters` (or of a model), as `torch.nn.utils.clip_grad_norm_` does.
+
+    Returns the norm before clipping, a 0-d tensor that is the same on every rank. Collective over the shard axis:
+    call it on all ranks. Each element counts once, whichever ranks hold it.
+    """
+    gradients = _collect(parameters)
+    norm = _total_norm(gradients, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"The gradient norm of order {norm_type} is {norm.item()}; nothing was clipped.")
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    tensors = gradients.all()
+    if tensors:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for device, group in by_device.items():
+            torch._foreach_mul_(group, coefficient.to(device))
+    return norm
+
+
+def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamp each gradient element to [-clip_value, clip_value]; local, no communication."""
+    for tensor in _collect(parameters).all():
+        tensor.clamp_(-clip_value, clip_value)
+
+
+def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _Gradients:
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    found = _Gradients()
+    by_lane: dict[Lane, set[int]] = {}
+    unique = list({id(parameter): parameter for parameter in parameters}.values())
+    for parameter in unique:
+        if isinstance(parameter, ShardParameter):
+            by_lane.setdefault(parameter._lane, set()).add(parameter._position)
+    for engine in list(ENGINES):
+        engine.settle()
+    found.whole.extend(p.grad for p in unique if not isinstance(p, ShardParameter) and p.grad is not None)
+    for lane, positions in by_lane.items():
+        _add_lane(lane, positions, found)
+    return found
+
+
+def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
+    mine = found.sharded.setdefault(lane.unit.engine, [])
+    lane._drop_released()
+    valid = [position for position in sorted(positions) if lane.valid[position]]
+    if lane.gradient is None or not lane.accumulated or not valid:
+        return
+    if all(position in positions or not lane.valid[position] for position in range(len(lane.valid))):
+        mine.append(lane.gradient)  # all that has a gradient is asked for: the flat lane, padding is zero
+    else:
+        mine.extend(lane.rows_view(lane.gradient, position) for position in valid if lane.rows(position).rows)
+
+
+def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
+    parts = [_local(gradients.whole, order, None)] if gradients.whole else []
+    for engine, tensors in gradients.sharded.items():
+        local = _local(tensors, order, engine.mesh.device)
+        op = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
+        engine.collectives.all_reduce(local, engine.mesh.shard, "the gradient norm", op)
+        parts.append(local)
+    if not parts:
+        return torch.tensor(0.0)
+    stacked = torch.stack([part.to(parts[-1].device) for part in parts])
+    return stacked.max() if math.isinf(order) else stacked.sum() ** (1.0 / order)
+
+
+def _local(tensors: list[torch.Tensor], order: float, device: torch.device | None) -> torch.Tensor:
+    """Return the sum of |g|^order (the largest |g| for an infinite order) of local tensors, fp32."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch.stack([norm.float().to(tensors[0].device) for norm in torch._foreach_norm(tensors, order)])
+    return norms.max() if math.isinf(order) else (norms**order).sum()

@@ -1,0 +1,105 @@
+"""The collectives of a lane: in place, counted, and named while they wait."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ourshard.runtime.control import Control
+from ourshard.runtime.ledger import Ledger
+from ourshard.runtime.mesh import Axis
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View `tensor` as bytes where the backend has no kernel for its dtype (8-bit floats, booleans)."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor
+    return tensor.view(torch.uint8)
+
+
+class Collectives:
+    """Issue collectives on the current stream. Each is a no-op on an axis of one rank."""
+
+    def __init__(self, control: Control, ledger: Ledger | None) -> None:
+        self.control = control
+        self.ledger = ledger
+
+    def all_gather(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
+        """Fill `whole` with the `segment` of every rank; `segment` is this rank's part of `whole`."""
+        if axis.size == 1:
+            return
+        self._count("all_gather", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        with self.control.waiting(f"gather of {label}"):
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(segment), group=axis.group)
+
+    def reduce_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
+        """Sum `whole` over the axis; leave this rank's part of the sum in `segment`, which is part of `whole`."""
+        if axis.size == 1:
+            return
+        self._count("reduce_scatter", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        with self.control.waiting(f"reduce of {label}"):
+            dist.reduce_scatter_tensor(segment, whole, group=axis.group)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, axis: Axis, label: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """Sum `tensor` over the axis in place."""
+        if axis.size == 1:
+            return
+        self._count("all_reduce", axis, 2 * tensor.nbytes * (axis.size - 1) // axis.size)
+        with self.control.waiting(f"reduce of {label}"):
+            dist.all_reduce(tensor, op=op, group=axis.group)
+
+    def broadcast(self, tensor: torch.Tensor, axis: Axis, label: str, source: int = 0) -> None:
+        """Copy `tensor` of the axis's rank `source` to all its ranks, in place."""
+        if axis.size == 1:
+            return
+        self._count("broadcast", axis, tensor.nbytes)
+        with self.control.waiting(f"broadcast of {label}"):
+            dist.broadcast(_bytes(tensor), group_src=source, group=axis.group)
+
+    def _count(self, name: str, axis: Axis, nbytes: int) -> None:
+        if self.ledger is not None:
+            self.ledger.collective(name, axis.name, nbytes)
+
+
+class Reducer:
+    """Means over axes, safe in 16 bits: Note [Split divide].
+
+    Note [Split divide]
+    fp16 ends at 65504: a sum over many ranks overflows where the mean would not, and dividing first loses small values.
+    So the divide is split in two factors of about the square root of the number of ranks, before and after the sum.
+    Wider ranges divide once, after.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def mean_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
+        """Leave the mean of this rank's part of `whole` over the axis in `segment`, a part of `whole`."""
+        if axis.size == 1:
+            return
+        before = _first_factor(whole.dtype, axis.size)
+        if before > 1:
+            whole.div_(before)
+        self._collectives.reduce_scatter(segment, whole, axis, label)
+        segment.div_(axis.size / before)
+
+    def mean(self, tensor: torch.Tensor, axis: Axis, label: str) -> None:
+        """Replace `tensor` by its mean over the axis."""
+        if axis.size == 1:
+            return
+        before = _first_factor(tensor.dtype, axis.size)
+        if before > 1:
+            tensor.div_(before)
+        self._collectives.all_reduce(tensor, axis, label)
+        tensor.div_(axis.size / before)
+
+
+def _first_factor(dtype: torch.dtype, size: int) -> int:
+    if dtype != torch.float16:
+        return 1
+    factor = 1
+    while factor * factor * 4 <= size:
+        factor *= 2
+    return factor

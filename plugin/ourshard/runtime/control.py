@@ -1,0 +1,210 @@
+"""Agreement between ranks, and a clear word when there is none.
+
+Note [Agreements]
+-----------------
+Collectives of the model pair by order alone: two ranks that issue different ones exchange garbage or hang. So
+every collective is either the next of an order that all ranks recorded together (`schedule.py`), or is agreed on
+first: each rank says, over a gloo group on the host, what it is about to do, and goes on only if all say the same.
+
+A rank that waits in an agreement looks about every few seconds. Each rank that waits for more than `REPORT_AFTER`
+seconds puts what it waits for into the store of the process group. If all ranks wait, and not for the same thing,
+no collective can ever complete: the waiting ranks raise, naming who is where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ourshard.runtime.mesh import Mesh
+
+logger = logging.getLogger("ourshard")
+
+REPORT_AFTER = 4.0  # seconds a rank waits before it tells the others what for
+_LABEL_BYTES = 192
+
+
+class DesyncError(RuntimeError):
+    """Ranks are about to do different things; the message says which rank does what."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    label: str
+    since: float
+
+
+class Watch:
+    """What this process waits for, told to the other ranks once it takes long.
+
+    One a process. The main thread sets `current` around each blocking call; a daemon thread posts it.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self._store = dist.PrefixStore("ourshard/waits", store)
+        self._current: _Wait | None = None
+        self._last = "nothing yet"
+        self._posted = ""
+        self._thread = threading.Thread(target=self._run, name="ourshard-watch", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """Say what the main thread waits for. Left in place when the wait raises, for the report."""
+        self._current = _Wait(label, time.monotonic())
+        yield
+        self._last = label
+        self._current = None
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(1.0)
+            try:
+                self._post(self._current)
+            except Exception:  # the store is gone: the job ends
+                return
+
+    def _post(self, wait: _Wait | None) -> None:
+        long = wait is not None and time.monotonic() - wait.since > REPORT_AFTER
+        text = wait.label if wait is not None and long else ""
+        if text != self._posted:
+            if text:
+                logger.warning("rank %d waits for other ranks in: %s (before: %s)", self.rank, text, self._last)
+            self._posted = text
+            self._store.set(str(self.rank), json.dumps({"label": text, "since": time.time(), "before": self._last}))
+
+    def others(self) -> dict[int, str]:
+        """Return what the other ranks said they wait for, by rank; ranks that said nothing are left out."""
+        found = {}
+        for rank in range(self.world):
+            if rank != self.rank and self._store.check([str(rank)]):
+                label = json.loads(self._store.get(str(rank)))["label"]
+                if label:
+                    found[rank] = label
+        return found
+
+
+_WATCHES: dict[object, Watch] = {}
+
+
+def watch() -> Watch | None:
+    """Return this process's watch; None without other ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    if world not in _WATCHES:
+        _WATCHES.clear()
+        store = dist.distributed_c10d._get_default_store()
+        _WATCHES[world] = Watch(
+            store.clone() if hasattr(store, "clone") else store, dist.get_rank(), dist.get_world_size()
+        )
+    return _WATCHES[world]
+
+
+class Control:
+    """Host-side messages of one mesh: agreements, small exchanges."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.group = mesh.control
+        self.rank = mesh.world.rank
+        self.world = mesh.world.size
+        self.agreements = 0
+        self._watch = watch()
+
+    def agree(self, label: str) -> None:
+        """Return once every rank has come here with the same `label`; raise `DesyncError` if they can't.
+
+        Collective over all ranks. Costs one small all-gather on the host.
+        """
+        if self.group is None:
+            return
+        self.agreements += 1
+        said = self._exchange(label)
+        if len(set(said)) > 1:
+            raise DesyncError(self._disagreement(dict(enumerate(said))))
+
+    def _exchange(self, label: str) -> list[str]:
+        raw = label.encode()[: _LABEL_BYTES - 1]
+        mine = torch.zeros(_LABEL_BYTES, dtype=torch.uint8)
+        mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else mine[:0]
+        whole = torch.empty(self.world * _LABEL_BYTES, dtype=torch.uint8)
+        self._wait(dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True), f"agreement on: {label}")
+        rows = whole.view(self.world, _LABEL_BYTES)
+        return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def start_any_of(self, flags: torch.Tensor) -> dist.Work | None:
+        """Start to set each of `flags` (uint8, on the host) where any rank set it, in place. Collective; see `finish`."""
+        if self.group is None or not flags.numel():
+            return None
+        return dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def finish(self, work: dist.Work | None, label: str) -> None:
+        """Wait for what `start_any_of` started."""
+        if work is not None:
+            self._wait(work, label)
+
+    def gather_objects(self, value: object, label: str) -> list[object]:
+        """Return every rank's `value`, in rank order. Collective; for messages, not for tensors."""
+        if self.group is None:
+            return [value]
+        self.agree(label)
+        values: list[object] = [None] * self.world
+        with self.waiting(label):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def check(self, error: str | None, label: str) -> None:
+        """Raise `ValueError` on every rank if any rank has an `error`, with the text of the first. Collective."""
+        errors = self.gather_objects(error, label)
+        bad = [(rank, text) for rank, text in enumerate(errors) if text]
+        if bad:
+            rank, text = bad[0]
+            where = "" if len(bad) == self.world else f" (found on rank {rank})"
+            raise ValueError(f"{text}{where}")
+
+    @contextmanager
+    def waiting(self, label: str) -> Iterator[None]:
+        """Tell the other ranks what this one waits for, should it take long."""
+        if self._watch is None:
+            yield
+            return
+        with self._watch.waiting(label):
+            yield
+
+    def _wait(self, work: dist.Work, label: str) -> None:
+        assert self._watch is not None
+        with self._watch.waiting(label):
+            while not self._done(work):
+                others = self._watch.others()
+                if len(others) == self.world - 1 and any(said != label for said in others.values()):
+                    raise DesyncError(self._disagreement({self.rank: label, **others}))
+
+    @staticmethod
+    def _done(work: dist.Work) -> bool:
+        try:
+            work.wait(timedelta(seconds=REPORT_AFTER / 2))
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+
+    def _disagreement(self, said: dict[int, str]) -> str:
+        places = "\n".join(f"  rank {rank}: {label}" for rank, label in sorted(said.items()))
+        return (
+            "The ranks are in different places, and would wait for each other for ever:\n"
+            f"{places}\n"
+            "Every rank must run the same sharded modules, and make the same collective calls (saving, state_dict, "
+            "gathered, clipping), in the same order; look for a branch on the rank or on the data."
+        )

@@ -1,0 +1,404 @@
+"""The engine: all that ourshard knows and does about one sharded model.
+
+Read `unit.py` for what happens to a unit, `schedule.py` for the order of collectives, `lane.py` for buffers.
+This file opens and closes the phases (forward, backward, step) and holds what the units share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from ourshard.config import Accumulate, ShardConfig
+from ourshard.runtime.collectives import Collectives, Reducer
+from ourshard.runtime.control import Control
+from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, hook_outputs
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.ledger import Ledger
+from ourshard.runtime.mesh import Mesh
+from ourshard.runtime.placement import At
+from ourshard.runtime.schedule import Action, Event, Schedule
+from ourshard.runtime.streams import Streams, profiler_range
+from ourshard.runtime.unit import Unit
+
+logger = logging.getLogger("ourshard")
+
+# Every engine of this process; the global optimizer hooks ask them.
+ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+_ORDER = itertools.count()
+
+
+class Engine:
+    """The runtime of one model. Made by `build.build_engine`; found with `engine_of(model)`.
+
+    Attributes that users may read: `config`, `mesh`, `ledger` (None unless asked for), `units`.
+    `require_sync` may be set by whoever owns the accumulation: it is read when a forward begins.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_small: bool, ledger: Ledger | None
+    ) -> None:
+        self.model = weakref.ref(model)
+        self.config = config
+        self.mesh = mesh
+        self.ledger = ledger
+        self.cast_small = cast_small
+        self.param_dtype = _dtype(config.precision.param_dtype)
+        self.reduce_dtype = _dtype(config.precision.reduce_dtype)
+        self.master_dtype = _dtype(config.precision.master_dtype) or torch.float32
+        self.output_dtype = _dtype(config.precision.output_dtype)
+        self.streams = Streams(mesh.device)
+        self.control = Control(mesh)
+        self.collectives = Collectives(self.control, ledger)
+        self.reducer = Reducer(self.collectives)
+        self.units: list[Unit] = []
+        self.schedule = Schedule(self.control, self.units, self._perform)
+        self.require_sync = True
+        self.sync_backward = True  # `require_sync` of the last forward
+        self.phase_is_backward = False
+        self.gathered_depth = 0  # inside `gathered(...)`: everything is whole, hooks do nothing
+        self.order = next(_ORDER)  # among the engines of this process; the same on every rank
+        self.adoption = 0  # grows when an optimizer must look for parameters anew
+        self._forward_depth = 0
+        self._held: list[Unit] = []
+        self._reducing: list[tuple[Any, Any]] = []  # buffers that the reduce stream reads, with their events
+        self._double_backward = False
+        self._usage: tuple[torch.Tensor, Any] | None = None  # flags on their way around the ranks
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
+
+    @property
+    def root(self) -> Unit:
+        return self.units[-1]
+
+    def lanes(self) -> Iterator[Lane]:
+        for unit in self.units:
+            yield from unit.lanes
+
+    def attach(self, model: nn.Module) -> None:
+        """Put the hooks on the modules."""
+        RootHooks(self).attach(model)
+        for unit in self.units[:-1]:
+            UnitHooks(unit).attach(unit.module)
+        inside = {id(m) for unit in self.units[:-1] for m in unit.module.modules()}
+        doors = {id(site.module): site.module for lane in self.root.lanes for p in lane.parameters for site in p.sites}
+        for module in doors.values():
+            if module is not model and id(module) not in inside:
+                DoorHooks(self).attach(module)
+        ENGINES.add(self)
+
+    # ---- forward -------------------------------------------------------------------------------------------
+
+    @property
+    def outside_of_forward(self) -> bool:
+        return not self._forward_depth and not self.phase_is_backward and not self.gathered_depth
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Open the forward phase: the root's parameters become whole and stay so until the end of backward."""
+        self._forward_depth += 1
+        if self._forward_depth > 1 or self.gathered_depth:
+            return None
+        grad = torch.is_grad_enabled()
+        if grad:
+            self.sync_backward = self.require_sync
+            self._follow_requires_grad()
+        for unit in self.units:
+            for lane in unit.lanes:
+                if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
+                    unit.mark_stale()
+        self.schedule.begin(("forward", grad), self.config.prefetch.forward)
+        self.root.require()
+        self.root.install()
+        self.hold(self.root)
+        if self.param_dtype is None or not self.cast_small:
+            return None
+        return _cast(args, self.param_dtype), _cast(kwargs, self.param_dtype)
+
+    def end_forward(self, outputs: Any) -> Any:
+        """Close the forward phase; what has no backward is released."""
+        self._forward_depth -= 1
+        if self._forward_depth or self.gathered_depth:
+            return None
+        self.schedule.end()
+        has_backward = torch.is_grad_enabled() and hook_outputs(outputs, self.on_root_gradient)
+        if not self.phase_is_backward:
+            self._release_ahead()
+            if not has_backward:
+                self._release_held()
+        return _cast(outputs, self.output_dtype) if self.output_dtype else None
+
+    def open_door(self) -> None:
+        """Make the root's parameters whole for a module that is called on its own."""
+        self.root.require()
+        self.root.install()
+
+    def close_door(self, outputs: Any) -> None:
+        if torch.is_grad_enabled() and hook_outputs(outputs, self.root.on_output_gradient):
+            self.hold(self.root)
+        elif not self.root.held:
+            self.root.release()
+
+    def hold(self, unit: Unit) -> None:
+        """Keep a unit whole until the end of backward (or of a forward that has none)."""
+        if not unit.held:
+            unit.held = True
+            self._held.append(unit)
+
+    def may_gather(self) -> bool:
+        """Say whether code that reads a resting parameter runs inside of a forward (or backward) of this model."""
+        return not self.outside_of_forward or self._forward_on_stack()
+
+    def _forward_on_stack(self) -> bool:
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "forward":
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module) and owner in self._modules:
+                    return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+    def watch_outputs_of_access(self, outputs: Any) -> None:
+        """Hear of the backward through a value that was computed from a resting parameter."""
+        if torch.is_grad_enabled():
+            hook_outputs(outputs, self.on_root_gradient)
+
+    def cast_requested(self, lane: Lane, dtype: torch.dtype) -> None:
+        """Compute the lane in `dtype`, after `model.to(dtype)`."""
+        lane.unit.release()
+        lane.recast(dtype)
+        lane.unit.mark_stale()
+
+    def _follow_requires_grad(self) -> None:
+        promoted = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for lane in self.lanes():
+                if lane.direct:
+                    lane.trainable = lane.trainable or any(p.requires_grad for p in lane.leaves)
+                elif any(h.requires_grad != l.requires_grad for h, l in zip(lane.resting, lane.leaves, strict=True)):
+                    promoted |= lane.follow_requires_grad(self.master_dtype)
+        if promoted:
+            self.adoption += 1
+            self.schedule.forget()
+
+    # ---- backward ------------------------------------------------------------------------------------------
+
+    def on_root_gradient(self, gradient: torch.Tensor) -> None:
+        """Run as a hook on the root's outputs."""
+        self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Open the backward phase with its first gradient. Idempotent."""
+        if self.phase_is_backward or self.gathered_depth:
+            return
+        self.phase_is_backward = True
+        self._double_backward = torch.is_grad_enabled()
+        for unit in self.units:
+            unit.reduced = False
+        self.schedule.begin(("backward", self.sync_backward), self.config.prefetch.backward)
+        Variable._execution_engine.queue_callback(self.finish_backward)  # type: ignore[attr-defined]
+
+    def finish_backward(self) -> None:
+        """Close the backward phase: reduce what is left, release everything, and tell which gradients exist."""
+        if not self.phase_is_backward:
+            return
+        for unit in reversed(self.units):
+            if self.reduces_now(unit) and (not unit.reduced or unit.has_arrived()):
+                self.schedule.need(Action.REDUCE, unit)
+            else:
+                unit.put_aside()
+        self.schedule.end()
+        self.phase_is_backward = False
+        self.streams.join()
+        self._reducing.clear()
+        if not self._double_backward:
+            self._release_held()
+            for unit in self.units:
+                unit.calls = unit.running = 0
+                unit.release()
+        if self.sync_backward:
+            self._tell_usage()
+
+    def reduces_now(self, unit: Unit) -> bool:
+        """Say whether this backward reduces any lane of the unit; the same on every rank."""
+        return any(lane.trainable and self.lane_reduces_now(lane) for lane in unit.lanes)
+
+    def lane_reduces_now(self, lane: Lane) -> bool:
+        if self.sync_backward:
+            return True
+        return lane.placement.grads is At.SHARD and self.config.accumulate is Accumulate.SHARDED
+
+    def keep_until_reduced(self, buffers: list[Any], event: Any) -> None:
+        """Keep buffers alive that the reduce stream reads; at most two units' worth, as prefetch does with slots."""
+        self._reducing.append((buffers, event))
+        while len(self._reducing) > (2 if event is not None else 1):
+            _, passed = self._reducing.pop(0)
+            self.streams.wait(passed)
+
+    def _release_held(self) -> None:
+        for unit in self._held:
+            unit.held = False
+            unit.release()
+        self._held.clear()
+
+    def _release_ahead(self) -> None:
+        """Release units that were gathered ahead, or joined, and not used."""
+        for unit in self.units:
+            if unit.whole and not unit.held and not unit.running and unit.is_ahead:
+                unit.release()
+
+    def _perform(self, event: Event) -> None:
+        unit = self.units[event.unit]
+        if self.ledger is not None:
+            self.ledger.note(f"{event.action.value} {unit.label}")
+        with profiler_range(f"ourshard::{event.action.value} {unit.label}"):
+            if event.action is Action.GATHER:
+                unit.issue_gather()
+            else:
+                unit.reduce()
+
+    # ---- which gradients exist -----------------------------------------------------------------------------
+
+    def _tell_usage(self) -> None:
+        """Start to tell the other ranks which parameters got a gradient here. Host only; read by `settle`."""
+        touched = [flag for lane in self.lanes() if lane.trainable for flag in lane.touched]
+        flags = torch.tensor(touched, dtype=torch.uint8)
+        self._usage = (flags, self.control.start_any_of(flags))
+
+    def settle(self) -> None:
+        """Learn which parameters have a gradient on any rank, and put gradients where optimizers look for them."""
+        if self._usage is None:
+            return
+        flags, work = self._usage
+        self._usage = None
+        self.control.finish(work, "exchange of used parameters")
+        known = flags.tolist()
+        start = 0
+        for lane in self.lanes():
+            if lane.trainable:
+                stop = start + len(lane.touched)
+                lane.settle([bool(flag) for flag in known[start:stop]])
+                start = stop
+
+    # ---- step ----------------------------------------------------------------------------------------------
+
+    def masters_changed(self) -> None:
+        """Forget whole parameters that the masters no longer agree with, and start to bring in those that stay whole."""
+        for unit in self.units:
+            if unit.sharded:
+                unit.held = False
+                unit.release()
+            if any(not lane.direct for lane in unit.lanes):
+                unit.mark_stale()
+        self._held = [unit for unit in self._held if unit.held]
+        for unit in (self.root, *self.units[:-1]):
+            if not unit.sharded:
+                unit.issue_gather()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients wait: the backward of forwards in here reduces only what sharded accumulation needs."""
+        before, self.require_sync = self.require_sync, False
+        try:
+            yield
+        finally:
+            self.require_sync = before
+
+    def full_state_dict(self, **options: Any) -> dict[str, torch.Tensor]:
+        """Return whole parameters and buffers on the CPU; see `state.full_state_dict`."""
+        from ourshard.runtime.state import full_state_dict
+
+        return full_state_dict(self, **options)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load whole tensors by name; see `state.load_full_state_dict`."""
+        from ourshard.runtime.state import load_full_state_dict
+
+        load_full_state_dict(self, state, strict)
+
+    def reset(self) -> None:
+        """Make the model usable again after an exception in a forward or backward. Gradients are dropped."""
+        self._forward_depth = 0
+        self.phase_is_backward = False
+        self.schedule.abandon()
+        self.streams.join()
+        self._reducing.clear()
+        self._held.clear()
+        self._usage = None
+        for unit in self.units:
+            unit.reset()
+        for lane in self.lanes():
+            for position in range(len(lane.parameters)):
+                if lane.direct:
+                    lane.leaves[position].grad = None
+                lane.drop_gradient(position)
+
+    # ---- words ---------------------------------------------------------------------------------------------
+
+    def handles(self) -> Iterator[ShardParameter]:
+        for lane in self.lanes():
+            for tensor in lane.resting:
+                if isinstance(tensor, ShardParameter):
+                    yield tensor
+
+    def summary(self) -> str:
+        """Return a few lines for the start of a run: stage, mesh, units, dtypes, bytes a rank."""
+        lanes = list(self.lanes())
+        elements = sum(p.numel for lane in lanes for p in lane.parameters)
+        trainable = sum(p.numel for lane in lanes if lane.trainable for p in lane.parameters)
+        whole = sum(p.numel for lane in lanes if lane.placement.whole for p in lane.parameters)
+        padding = sum(lane.layout.padding for lane in lanes)
+        masters = sum(lane.master.nbytes for lane in lanes)
+        slot = max(
+            (sum(lane.full.nbytes for lane in unit.lanes if lane.placement.params is At.SHARD) for unit in self.units),
+            default=0,
+        )
+        dtypes = sorted({f"{_short(lane.compute_dtype)}/{_short(lane.store_dtype)}" for lane in lanes})
+        return (
+            f"ourshard: stage {self.config.stage} over {self.mesh.describe} on {self.mesh.device.type}; {elements:,} parameters "
+            f"({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in {len(self.units)} units, "
+            f"{len(lanes)} lanes; compute/master dtypes {', '.join(dtypes)}; masters {masters / 2**20:,.1f} MiB a rank, largest "
+            f"slot {slot / 2**20:,.1f} MiB; gradients accumulate {self.config.accumulate.value}"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(
+            "A sharded model can't be deep-copied: copy it before `prepare` (or before `shard_model`) and shard the copy too."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError("A sharded model can't be pickled; save it with accelerator.save_model or save_pretrained.")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with floating-point tensors in plain containers (and model outputs) cast to `dtype`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and not isinstance(value, nn.Parameter) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        if type(value) is dict:
+            return {key: _cast(item, dtype) for key, item in value.items()}
+        for key in list(value):
+            if isinstance(value[key], (torch.Tensor, tuple, list, dict)):
+                value[key] = _cast(value[key], dtype)
+    return value

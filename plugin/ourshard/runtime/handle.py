@@ -1,0 +1,297 @@
+"""What a parameter looks like while it is not whole on this rank.
+
+Note [Handles]
+--------------
+When a model is sharded, the `nn.Parameter` objects that the user, the optimizer, PEFT and ties already hold
+become handles: the same Python object, its class set to `ShardParameter`. A handle shows the logical shape, dtype,
+device and `requires_grad`, and owns no data of that size: its storage is one element, expanded. While a unit computes, the
+modules hold ordinary parameters (`leaves`) in place of the handles, so nothing in a forward pays for this.
+
+Every torch function that meets a handle goes through `__torch_function__`:
+* questions about shape, dtype, device and flags are answered;
+* inside a forward of its model (a weight of one module read by another), the unit is gathered and the leaf takes the
+  handle's place, with gradient;
+* anything else raises and says what to do. A handle never computes with its one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_any, tree_map
+
+if TYPE_CHECKING:
+    from ourshard.runtime.lane import Lane
+
+_T = torch.Tensor
+
+# Answered from the handle itself: they read or set flags, never data.
+_METADATA: set[Any] = {
+    getattr(_T, name).__get__
+    for name in ["shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse_csr", "is_mtia", "is_hpu", "volatile"]
+    if hasattr(_T, name)
+} | {
+    getattr(_T, name)
+    for name in ["size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "requires_grad_", "__len__", "get_device", "is_inference", "ndimension", "is_shared", "_is_view", "_is_zerotensor", "is_conj", "is_neg"]
+    if hasattr(_T, name)
+} | {
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_inference, torch.is_conj,
+    torch.is_neg, torch._has_compatible_shallow_copy_type, _T.requires_grad.__set__,
+}  # fmt: skip
+
+# These return a handle of another dtype (or the same): `model.to(dtype)` on a sharded model.
+_CASTS = {_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type}
+
+_GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-defined]
+
+_SAVING = {"__reduce_ex__", "__deepcopy__", "data_ptr", "untyped_storage", "storage", "numpy", "tolist", "__array__"}
+
+
+class Resting:
+    """Behaviour shared by parameters and gradients whose data is not whole here."""
+
+    _lane: Lane
+    _position: int
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Return this rank's rows, a view; possibly none."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handle = _first_handle(args, kwargs)
+        return handle._called(func, args, kwargs)
+
+    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise RuntimeError(self._advice(getattr(func, "__name__", str(func))))
+
+    def _advice(self, verb: str) -> str:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(self._advice("pickling"))
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+def _first_handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found: list[Any] = []
+    tree_any(lambda leaf: isinstance(leaf, Resting) and (found.append(leaf) or True), (args, kwargs))
+    assert found, "a torch function met a handle that is not among its arguments"
+    return found[0]
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of `shape` over one element."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+class ShardParameter(Resting, nn.Parameter):
+    """A parameter at rest: Note [Handles]. Made from an existing parameter by `become_handle`."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Return this rank's rows of the master, a view of shape (rows, ...); (0, ...) where this rank has none."""
+        return self._lane.local_rows(self._position)
+
+    @property
+    def row_range(self) -> tuple[int, int]:
+        """Rows [start, stop) of the first dimension that is longer than 1, which this rank holds."""
+        rows = self._lane.rows(self._position)
+        return rows.start, rows.stop
+
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        """Return a handle of the gradient, or None when there is none."""
+        return self._lane.gradient_handle(self._position)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is not None and value is not self._lane.gradient_handle(self._position):
+            raise RuntimeError(
+                f"The gradient of {self._lane.name_of(self._position)!r} is sharded and can't be replaced by a tensor; set it "
+                "to None, or change it through optimizer.param_groups."
+            )
+        if value is None:
+            self._lane.drop_gradient(self._position)
+
+    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if func is _T.stride:
+            strides = _strides(self.shape)
+            return strides[args[1]] if len(args) > 1 else strides
+        if func is _T.is_contiguous:
+            return True
+        if func in (_T.__repr__, _T.__format__):
+            return self._describe()
+        if func is _T.__hash__:
+            return id(self)
+        if func in (_T.register_hook, _T.register_post_accumulate_grad_hook):
+            return getattr(self._lane.leaves[self._position], name)(*args[1:], **kwargs)
+        if func in _CASTS:
+            return self._cast(func, args, kwargs)
+        if func in (_GET_DATA, _T.detach):
+            return self._detached()
+        if func == _SET_DATA:
+            return self._set_data(args[1])
+        if name in _SAVING:
+            raise RuntimeError(self._advice(name))
+        return self._compute(func, args, kwargs)
+
+    def _compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if _writes(name, kwargs):
+            raise RuntimeError(self._advice(f"writing with {name!r}"))
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, ShardParameter):
+                return leaf
+            found = leaf._lane.unit.whole_on_access(leaf._lane, leaf._position)
+            if found is None:
+                raise RuntimeError(leaf._advice(f"computing with {name!r}"))
+            return found
+
+        args, kwargs = tree_map(whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        self._lane.unit.engine.watch_outputs_of_access(result)
+        return result
+
+    def _cast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            like = func(torch.empty((), dtype=self.dtype, device=self.device), *args[1:], **kwargs)
+        if not isinstance(like, torch.Tensor):
+            return like
+        if like.device != self.device:
+            raise RuntimeError(
+                f"{self._lane.name_of(self._position)!r} is sharded on {self.device} and can't move to {like.device}. Take "
+                "`ourshard.full_state_dict(model)`, or save and load the model without ourshard."
+            )
+        if like.dtype == self.dtype:
+            return self
+        with torch._C.DisableTorchFunctionSubclass():
+            twin = nn.Parameter(_placeholder(tuple(self.shape), like.dtype, self.device), requires_grad=False)
+        twin.__class__ = ShardParameter
+        twin._lane, twin._position = self._lane, self._position  # type: ignore[attr-defined]
+        return twin
+
+    def _detached(self) -> Any:
+        """Return a handle of the same parameter that needs no gradient, for `state_dict` and `.data`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            twin = torch.Tensor.detach(self)
+        assert isinstance(twin, torch.Tensor)
+        twin.__class__ = ShardParameter
+        twin._lane, twin._position, twin._is_param = self._lane, self._position, False  # type: ignore[attr-defined]
+        return twin
+
+    def _set_data(self, value: Any) -> None:
+        if not isinstance(value, ShardParameter) or value._lane is not self._lane or value._position != self._position:
+            raise RuntimeError(self._advice("setting .data"))
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = value.dtype
+            _SET_DATA(self, _placeholder(tuple(self.shape), dtype, self.device))
+        self._lane.unit.engine.cast_requested(self._lane, dtype)
+
+    def _describe(self) -> str:
+        lane = self._lane
+        start, stop = self.row_range
+        return (
+            f"ShardParameter({lane.name_of(self._position)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device='{self.device}', requires_grad={self.requires_grad}, rows {start}:{stop} on rank {lane.rank})"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return self._describe()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError(self._advice("copying"))
+
+    def _advice(self, verb: str) -> str:
+        name = self._lane.name_of(self._position)
+        return (
+            f"{name!r} (shape {tuple(self.shape)}) is sharded and not whole on rank {self._lane.rank}: {verb} is not possible "
+            "here. On all ranks, use `with ourshard.gathered(model):` to read it (`writeback=True` to change it), "
+            "`accelerator.get_state_dict(model)` or `ourshard.full_state_dict(model)` to save it, "
+            "`accelerator.clip_grad_norm_` to clip."
+        )
+
+
+class ShardGradient(Resting, torch.Tensor):
+    """The gradient of a `ShardParameter`: logical shape, this rank's rows, no arithmetic."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Return this rank's rows of the reduced gradient, a view of shape (rows, ...)."""
+        return self._lane.local_gradient_rows(self._position)
+
+    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in (_T.__repr__, _T.__format__):
+            return f"ShardGradient({self._lane.name_of(self._position)!r}, shape={tuple(self.shape)})"
+        if func is _T.zero_:
+            self._lane.zero_gradient(self._position)
+            return self
+        if func in (_T.detach_, _T.detach, _GET_DATA):
+            return self
+        return super()._called(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardGradient({self._lane.name_of(self._position)!r}, shape={tuple(self.shape)})"
+
+    def _advice(self, verb: str) -> str:
+        return (
+            f"The gradient of {self._lane.name_of(self._position)!r} is sharded: {verb!r} would see this rank's part only. Use "
+            "`accelerator.clip_grad_norm_` / `ourshard.clip_grad_norm_(model, max_norm)` to clip, and "
+            "`optimizer.param_groups` for this rank's rows."
+        )
+
+
+def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("__setitem__", "set_data") or name.startswith("__i") or kwargs.get("out") is not None
+
+
+def become_handle(parameter: nn.Parameter, lane: Lane, position: int) -> ShardParameter:
+    """Turn `parameter` into a handle, in place; its data is let go."""
+    shape, dtype = tuple(parameter.shape), parameter.dtype
+    if parameter.device.type == "meta":
+        with torch.no_grad():
+            torch.utils.swap_tensors(parameter, _like(parameter, torch.zeros(shape, dtype=dtype, device=lane.device)))
+    parameter.data = _placeholder(shape, dtype, lane.device)
+    parameter.grad = None
+    parameter.__class__ = ShardParameter
+    assert isinstance(parameter, ShardParameter)
+    parameter._lane, parameter._position = lane, position
+    return parameter
+
+
+def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    twin = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+def gradient_handle(lane: Lane, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> ShardGradient:
+    """Return a handle that stands for a sharded gradient."""
+    handle = _placeholder(shape, dtype, lane.device)
+    handle.__class__ = ShardGradient
+    assert isinstance(handle, ShardGradient)
+    handle._lane, handle._position = lane, position
+    return handle

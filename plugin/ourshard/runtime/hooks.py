@@ -1,0 +1,189 @@
+"""How the runtime hears of a forward and a backward: hooks on modules, on outputs, and a boundary on inputs.
+
+Note [Boundaries]
+-----------------
+* Outputs: a hook on each output tensor that needs a gradient fires before the first node of the unit runs in
+  backward. A view's hook is lost when an in-place operation follows it, since that rewrites the view's history; the
+  base's own node stays in the graph, so the base is hooked too.
+* Inputs: the input tensors that need a gradient pass through one identity function. Its node is the first that the
+  unit's forward made, and autograd runs the ready node that was made last, so when it runs, no node inside of the
+  unit is left, also not on a path to inputs that hide in objects (a cache of keys and values). A unit without
+  such inputs is finished at the end of backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from ourshard.runtime.engine import Engine
+    from ourshard.runtime.unit import Unit
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module)
+
+
+def visit_tensors(value: Any, visit: Callable[[torch.Tensor], None], depth: int = 4) -> None:
+    """Call `visit` on every tensor in containers, dataclasses and plain objects, at most `depth` levels of objects deep."""
+    if isinstance(value, torch.Tensor):
+        visit(value)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            visit_tensors(item, visit, depth)
+    elif isinstance(value, dict):
+        for item in value.values():
+            visit_tensors(item, visit, depth)
+    elif depth and not isinstance(value, _PLAIN) and not callable(value):
+        for item in _attributes(value):
+            visit_tensors(item, visit, depth - 1)
+
+
+def _attributes(value: Any) -> list[Any]:
+    names = list(getattr(value, "__dict__", ()))
+    if dataclasses.is_dataclass(value):
+        names += [f.name for f in dataclasses.fields(value) if f.name not in names]
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [getattr(value, name, None) for name in names]
+
+
+def collect_inputs(value: Any, found: list[torch.Tensor]) -> None:
+    """Add the tensors that need a gradient, from tensors and plain containers."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            found.append(value)
+    elif type(value) in (list, tuple):
+        for item in value:
+            collect_inputs(item, found)
+    elif type(value) is dict:
+        for item in value.values():
+            collect_inputs(item, found)
+
+
+def replace_inputs(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
+    """Rebuild plain containers with each tensor of `fresh` (by id of the old one) in place of the old."""
+    if isinstance(value, torch.Tensor):
+        return fresh.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(replace_inputs(item, fresh) for item in value)
+    if type(value) is dict:
+        return {key: replace_inputs(item, fresh) for key, item in value.items()}
+    return value
+
+
+class _InputBoundary(torch.autograd.Function):
+    """Identity whose backward says that the unit's backward is over: Note [Boundaries]."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        ctx.unit.after_backward()
+        return (None, *grads)
+
+
+def hook_outputs(outputs: Any, before_backward: Callable[..., None]) -> bool:
+    """Call `before_backward` when a gradient reaches any of `outputs`; return whether one can."""
+    hooked = False
+
+    def hook(tensor: torch.Tensor) -> None:
+        nonlocal hooked
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            tensor.register_hook(before_backward)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                base.register_hook(before_backward)
+            hooked = True
+
+    visit_tensors(outputs, hook)
+    return hooked
+
+
+class UnitHooks:
+    """The forward hooks of one module of one unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(_outside_of_compile(self.before_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(_outside_of_compile(self.after_forward))
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self._unit
+        if unit.engine.gathered_depth:
+            return None
+        recomputing = unit.running > 0
+        unit.before_forward()
+        if not torch.is_grad_enabled() or recomputing:
+            return None
+        unit.calls += 1
+        found: list[torch.Tensor] = []
+        collect_inputs((args, kwargs), found)
+        if not found:
+            return None  # no boundary: the call counts as open until the end of backward
+        fresh = _InputBoundary.apply(unit, *found)
+        renamed = {id(old): new for old, new in zip(found, fresh, strict=True)}
+        return replace_inputs(args, renamed), replace_inputs(kwargs, renamed)
+
+    def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        unit = self._unit
+        if unit.engine.gathered_depth:
+            return
+        has_backward = False
+        if torch.is_grad_enabled() and not unit.running:
+            has_backward = hook_outputs(outputs, unit.on_output_gradient)
+        unit.after_forward(has_backward)
+
+
+def _outside_of_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep dynamo from tracing a hook: it swaps parameters and storages, which no graph can hold."""
+    return torch._dynamo.disable(hook)
+
+
+class RootHooks:
+    """The forward hooks of the root module: they open and close the forward phase."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(_outside_of_compile(self.before_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(_outside_of_compile(self.after_forward), always_call=True)
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._engine.begin_forward(args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        if outputs is None and sys.exc_info()[0] is not None:  # called although the forward raised
+            self._engine.reset()
+            return None
+        return self._engine.end_forward(outputs)
+
+
+class DoorHooks:
+    """Hooks on a module outside of all units that owns root parameters, for calls that do not come through the root."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(_outside_of_compile(self.before_forward), prepend=True)
+        module.register_forward_hook(_outside_of_compile(self.after_forward))
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._engine.outside_of_forward:
+            self._engine.open_door()
+
+    def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._engine.outside_of_forward:
+            self._engine.close_door(outputs)

@@ -1,0 +1,108 @@
+"""Take stock of a model: which parameters it has, under which names, at which places, and in which unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ourshard.config import WrapConfig
+from ourshard.runtime.wrap import UnitModule, canonical, find_units
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place where a parameter is registered."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(slots=True)
+class Parameter:
+    """One tensor of the model. Tied parameters are one of these, with several names and sites."""
+
+    name: str  # canonical, the first in `named_modules` order
+    tensor: nn.Parameter  # the object that the user holds; its identity never changes
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # as loaded; what is saved by default
+    aliases: list[str] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(slots=True)
+class UnitParameters:
+    """The parameters of one unit; `unit` is None for the root."""
+
+    unit: UnitModule | None
+    parameters: list[Parameter]
+
+
+def take_stock(model: nn.Module, config: WrapConfig) -> list[UnitParameters]:
+    """Return the units of `model` with their parameters, the root last.
+
+    A parameter belongs to the innermost unit that holds all of its sites; one that several units share belongs
+    to the root, which is whole while any of them computes.
+    """
+    units = find_units(model, config)
+    owner = _innermost(model, units)
+    ignored = _ignored(model, config)
+    stock: dict[int | None, UnitParameters] = {id(u.module): UnitParameters(u, []) for u in units}
+    stock[None] = UnitParameters(None, [])
+    for parameter in _parameters(model, ignored):
+        owners = {owner[id(site.module)] for site in parameter.sites}
+        stock[owners.pop() if len(owners) == 1 else None].parameters.append(parameter)
+    return [entry for entry in stock.values() if entry.parameters or entry.unit is None]
+
+
+def _ignored(model: nn.Module, config: WrapConfig) -> set[int]:
+    modules = {canonical(name): module for name, module in model.named_modules()}
+    missing = [name for name in config.ignore if name not in modules]
+    if missing:
+        raise ValueError(f"wrap.ignore: the model has no module named {', '.join(map(repr, missing))}.")
+    return {id(p) for name in config.ignore for p in modules[name].parameters()}
+
+
+def _innermost(model: nn.Module, units: list[UnitModule]) -> dict[int, int | None]:
+    """Map each module's id to the id of the innermost unit around it, None for the root.
+
+    A module that is registered in two units belongs to the root.
+    """
+    chosen = {id(unit.module) for unit in units}
+    owner: dict[int, int | None] = {}
+
+    def visit(module: nn.Module, inside: int | None) -> None:
+        inside = id(module) if id(module) in chosen else inside
+        if id(module) in owner:
+            if owner[id(module)] in (inside, None):
+                return
+            inside = None
+        owner[id(module)] = inside
+        for child in module.children():
+            visit(child, inside)
+
+    visit(model, None)
+    return owner
+
+
+def _parameters(model: nn.Module, ignored: set[int]) -> Iterator[Parameter]:
+    found: dict[int, Parameter] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, tensor in module._parameters.items():
+            if tensor is None or id(tensor) in ignored:
+                continue
+            name = canonical(f"{prefix}.{attribute}" if prefix else attribute)
+            entry = found.get(id(tensor))
+            if entry is None:
+                entry = found[id(tensor)] = Parameter(name, tensor, tuple(tensor.shape), tensor.dtype)
+            elif name not in (entry.name, *entry.aliases):
+                entry.aliases.append(name)
+            if not any(site.module is module and site.attribute == attribute for site in entry.sites):
+                entry.sites.append(Site(module, attribute))
+    yield from found.values()

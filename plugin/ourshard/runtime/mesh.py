@@ -1,0 +1,138 @@
+"""The mesh: ranks that share one sharded copy (axis `shard`), and their counterparts elsewhere (axis `replicate`)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ourshard.config import ShardConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis as this rank sees it. `group` is None where the axis has one rank."""
+
+    name: str
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The axes of this rank, and the group of host-side messages. All collectives of a model go through one mesh."""
+
+    shard: Axis
+    replicate: Axis
+    world: Axis
+    control: dist.ProcessGroup | None  # gloo over all ranks: agreements, never tensors of the model
+    device: torch.device
+
+    @property
+    def describe(self) -> str:
+        if self.replicate.size == 1:
+            return f"{self.shard.size} ranks"
+        return f"{self.replicate.size} replicas x {self.shard.size} shards"
+
+
+_MESHES: dict[tuple[object, ...], Mesh] = {}
+
+
+def default_device() -> torch.device:
+    """Return this process's CUDA device if its process group speaks NCCL, or if there is no group and a GPU; else CPU."""
+    if dist.is_initialized():
+        on_gpu = "nccl" in dist.get_backend()
+    else:
+        on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def build_mesh(config: ShardConfig, mesh: Mesh | DeviceMesh | None = None, device: torch.device | None = None) -> Mesh:
+    """Return the mesh of `config`, making its groups once a process.
+
+    Collective the first time: every rank must call it with the same config. `mesh` may be a `DeviceMesh` of one
+    axis (shard) or two (replicate, shard).
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    device = device or default_device()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if not dist.is_initialized():
+        return _lone_mesh(config, device)
+    world = dist.get_world_size()
+    shard_size = _shard_size(config, world) if mesh is None else mesh.mesh.shape[-1]
+    key = (dist.group.WORLD, shard_size, device, config.timeout, mesh)
+    if key not in _MESHES:
+        timeout = timedelta(seconds=config.timeout) if config.timeout else None
+        _MESHES[key] = (
+            _make_mesh(world, shard_size, device, timeout) if mesh is None else _from_device_mesh(mesh, device)
+        )
+    return _MESHES[key]
+
+
+def _shard_size(config: ShardConfig, world: int) -> int:
+    size = config.shard_size
+    if size is None:
+        return world
+    if size == "node":
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    assert isinstance(size, int)
+    if size > world or world % size:
+        raise ValueError(
+            f"shard_size: {config.shard_size!r} ({size} ranks) does not divide the world of {world} ranks; "
+            f"use one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}, or null for all."
+        )
+    return size
+
+
+def _lone_mesh(config: ShardConfig, device: torch.device) -> Mesh:
+    _shard_size(config, 1)
+    one = [Axis(name, 1, 0, None) for name in ("shard", "replicate", "world")]
+    return Mesh(one[0], one[1], one[2], None, device)
+
+
+def _make_axis(name: str, parts: list[list[int]], timeout: timedelta | None) -> Axis:
+    """Make the groups of one axis (collective over the world) and return this rank's."""
+    rank = dist.get_rank()
+    mine = next(part for part in parts if rank in part)
+    group = None
+    if len(mine) > 1:
+        group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
+    return Axis(name, len(mine), mine.index(rank), group)
+
+
+def _make_control(timeout: timedelta | None) -> dist.ProcessGroup | None:
+    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+
+
+def _make_mesh(world: int, shard_size: int, device: torch.device, timeout: timedelta | None) -> Mesh:
+    starts = range(0, world, shard_size)
+    shard = _make_axis("shard", [list(range(start, start + shard_size)) for start in starts], timeout)
+    replicate = _make_axis("replicate", [list(range(k, world, shard_size)) for k in range(shard_size)], timeout)
+    whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
+    return Mesh(shard, replicate, whole, _make_control(timeout), device)
+
+
+def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> Mesh:
+    if mesh.ndim > 2:
+        raise ValueError(f"mesh: {mesh.ndim} axes given; use one (shard) or two (replicate, shard).")
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh: has {mesh.size()} ranks, the world {dist.get_world_size()}; give a mesh over all ranks."
+        )
+
+    def axis(name: str, index: int) -> Axis:
+        size = mesh.size(index)
+        return Axis(name, size, mesh.get_local_rank(index), mesh.get_group(index) if size > 1 else None)
+
+    lone = Axis("replicate", 1, 0, None)
+    world = dist.get_world_size()
+    whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
+    replicate = axis("replicate", 0) if mesh.ndim == 2 else lone
+    return Mesh(axis("shard", mesh.ndim - 1), replicate, whole, _make_control(None), device)

@@ -1,0 +1,192 @@
+"""Whole parameters outside of a forward: gathered contexts, full state dicts, streaming."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.unit import Unit
+from ourshard.runtime.wrap import canonical
+
+
+@contextmanager
+def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier_rank: int | None) -> Iterator[None]:
+    """Make `units` whole, in place, for the time of the context; see `api.gathered`."""
+    engine.control.agree(f"gathered({', '.join(unit.label for unit in units[:3])}{', ...' if len(units) > 3 else ''})")
+    fresh = [unit for unit in units if not unit.installed]
+    with torch.no_grad():
+        for unit in fresh:
+            unit.issue_gather()
+            unit.finish_gather()
+            unit.install()
+    everything = len(units) == len(engine.units)
+    engine.gathered_depth += everything
+    try:
+        yield
+        if writeback:
+            with torch.no_grad():
+                for unit in units:
+                    for lane in unit.lanes:
+                        _write_back(lane, modifier_rank)
+    finally:
+        engine.gathered_depth -= everything
+        for unit in fresh:
+            unit.held = False
+            unit.release()
+            if writeback:
+                unit.mark_stale()
+
+
+def _write_back(lane: Lane, modifier_rank: int | None) -> None:
+    """Take changed elements of the whole parameters into the masters; unchanged ones keep the master's precision."""
+    if lane.direct and modifier_rank is None:
+        return
+    if modifier_rank is not None:
+        world = lane.unit.engine.mesh.world
+        lane.unit.engine.collectives.broadcast(lane.full.tensor, world, lane.unit.label, modifier_rank)
+    if lane.aliased:
+        return
+    seen = lane.full.tensor if lane.placement.whole else lane.segment
+    changed = seen != lane.master.to(lane.compute_dtype)
+    torch.where(changed, seen.to(lane.store_dtype), lane.master, out=lane.master)
+
+
+def full_state_dict(
+    engine: Engine, *, dtype: torch.dtype | None = None, rank0_only: bool = False, trainable_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return whole parameters and persistent buffers on the CPU, by name, in the model's own order.
+
+    Collective: call it on every rank (the others may throw theirs away with `rank0_only`, which saves host memory; they
+    get an empty dict). One unit is whole at a time. Values come from the masters, in the dtype that the parameter was
+    loaded in, or `dtype`. Tied names share one tensor.
+    """
+    model = engine.model()
+    assert model is not None
+    keep = not rank0_only or engine.mesh.world.rank == 0
+    found: dict[str, torch.Tensor] = {}
+    for names, tensor in iter_full(engine, dtype=dtype, trainable_only=trainable_only, wanted=keep):
+        for name in names:
+            found[name] = tensor
+    if not keep:
+        return {}
+    order: dict[str, torch.Tensor] = {}
+    for name, value in _persistent(model):
+        if name in found:
+            order[name] = found[name]
+        elif not isinstance(value, nn.Parameter) and not trainable_only:
+            order[name] = value.detach().cpu().clone()
+        elif isinstance(value, nn.Parameter) and not isinstance(value, ShardParameter) and not trainable_only:
+            order[name] = value.detach().cpu().clone()  # a parameter that ourshard was told to ignore
+    return order
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        entries: dict[str, torch.Tensor | None] = {**module._parameters}
+        entries.update({k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set})
+        for attribute, value in entries.items():
+            if value is not None:
+                yield canonical(f"{prefix}.{attribute}" if prefix else attribute), value
+
+
+@torch.no_grad()
+def iter_full(
+    engine: Engine, *, dtype: torch.dtype | None = None, trainable_only: bool = False, wanted: bool = True
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yield (all names of a parameter, its whole value on the CPU), one lane in memory at a time. Collective.
+
+    Lanes that are asked for nowhere are not gathered. Where `wanted` is false, the rank takes part and yields nothing.
+    """
+    engine.control.agree("reading all parameters (state_dict, save)")
+    for lane in engine.lanes():
+        if trainable_only and not lane.trainable:
+            continue
+        whole = lane.gather_master()
+        if not wanted:
+            continue
+        for position, parameter in enumerate(lane.parameters):
+            if trainable_only and not lane.leaves[position].requires_grad:
+                continue
+            # A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
+            source = lane.resting[position] if lane.placement.whole else lane.whole_view(whole, position)
+            value = source.detach().to("cpu", dtype=_save_dtype(parameter.dtype, dtype), copy=True)
+            yield (parameter.name, *parameter.aliases), value
+
+
+def _save_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point and own.itemsize > 1 else own
+
+
+@torch.no_grad()
+def load_full_state_dict(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    """Load whole tensors by name; every rank gives the same `state`, and keeps its rows. No communication.
+
+    Checks names and shapes before it changes anything. Raises `ValueError` listing what is missing, unexpected
+    or of another shape; with `strict=False` only shapes are checked.
+    """
+    model = engine.model()
+    assert model is not None
+    state = {canonical(name): value for name, value in state.items()}
+    names = {
+        name: (lane, i)
+        for lane in engine.lanes()
+        for i, p in enumerate(lane.parameters)
+        for name in (p.name, *p.aliases)
+    }
+    buffers = {n: v for n, v in _persistent(model) if not isinstance(v, nn.Parameter)}
+    _check_state(engine, names, buffers, state, strict)
+    for name, value in state.items():
+        if name in names:
+            lane, position = names[name]
+            _load_one(lane, position, value)
+        elif name in buffers:
+            buffers[name].copy_(value)
+    engine.masters_changed()
+
+
+def _load_one(lane: Lane, position: int, value: torch.Tensor) -> None:
+    rows = lane.rows(position)
+    granule = lane.layout.tensors[position].granule
+    flat = value.reshape(-1)[rows.start * granule : rows.stop * granule]
+    target = (
+        lane.resting[position].detach().view(-1)
+        if lane.placement.whole
+        else lane.rows_view(lane.master, position).view(-1)
+    )
+    target.copy_(flat)
+
+
+def _check_state(
+    engine: Engine,
+    names: dict[str, tuple[Lane, int]],
+    buffers: dict[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    strict: bool,
+) -> None:
+    wrong = [
+        f"{name}: {tuple(state[name].shape)} given, {lane.parameters[i].shape} wanted"
+        for name, (lane, i) in names.items()
+        if name in state and tuple(state[name].shape) != lane.parameters[i].shape
+    ]
+    owners = {id_: [n for n in names if names[n] == id_] for id_ in set(names.values())}
+    missing = [group[0] for group in owners.values() if not any(name in state for name in group)]
+    missing += [name for name in buffers if name not in state]
+    unexpected = [name for name in state if name not in names and name not in buffers]
+    if wrong or (strict and (missing or unexpected)):
+        parts = [("of another shape", wrong), ("missing", missing), ("unexpected", unexpected)]
+        text = "; ".join(
+            f"{label}: {', '.join(items[:8])}{' ...' if len(items) > 8 else ''}" for label, items in parts if items
+        )
+        raise ValueError(f"The state does not fit the model, and nothing was loaded. {text}.")
+
+
+def units_of(engine: Engine, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+    """Return the units that hold any of `parameters`, in the engine's order."""
+    wanted = {id(p) for p in parameters}
+    return [u for u in engine.units if any(id(t) in wanted for lane in u.lanes for t in (*lane.resting, *lane.leaves))]
