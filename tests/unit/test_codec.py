@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import Codec
 from ourshard.runtime import codec_torch
-from ourshard.runtime.codec import BlockCodec
+from ourshard.runtime.codec import BlockCodec, _mix, _mixed_seed
 from torch import Tensor
 
 KINDS = [Codec.INT8, Codec.INT4, Codec.FP8]
@@ -188,7 +188,7 @@ def test_stochastic_rounding_is_right_on_average(kind: Codec) -> None:
     codec = BlockCodec(kind, 256, stochastic=True)
     values = torch.rand(256, generator=torch.Generator().manual_seed(0)) * 0.98
     values[0] = codec.limit / 127
-    rounds = 4000
+    rounds = 2000
     total = torch.zeros(256, dtype=torch.float64)
     for seed in range(rounds):
         total += decoded(codec, encoded(codec, values, seed))
@@ -208,6 +208,14 @@ def test_stochastic_rounding_depends_on_seed_and_place_only() -> None:
     codes = message[: values.numel()].view(-1, 64)[:, 1:]
     half = codes.shape[0] // 2
     assert (codes[:half] != codes[half:]).float().mean() > 0.1, "chunks must not repeat each other's noise"
+
+
+def test_the_noise_is_the_documented_hash_also_past_32_bits() -> None:
+    places = [0, 1, 77, 2**31 + 5, 2**32 - 1, 2**32, 5 * 2**32 + 9]
+    seed = _mixed_seed(-3)
+    for place in places:
+        expected = _mix((place * codec_torch.PLACE_FACTOR & 0xFFFFFFFF) ^ seed) >> 20
+        assert codec_torch._noise(torch.empty(1), place, seed).item() == (expected + 0.5) / 4096
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -113,10 +113,19 @@ def _decoded(codec: BlockCodec, chunk: _Chunk) -> Tensor:
 
 def _noise(like: Tensor, place: int, seed: int) -> Tensor:
     """Return numbers in (0, 1), a hash of (seed, place in the buffer) each: see `_mix` in `codec.py`."""
-    places = torch.arange(place, place + like.numel(), dtype=torch.int64, device=like.device)
-    hashed = (places * PLACE_FACTOR & 0xFFFFFFFF) ^ seed
+    hashed = torch.arange(like.numel(), dtype=torch.int32, device=like.device).add_(_signed(place))
+    hashed.mul_(_signed(PLACE_FACTOR)).bitwise_xor_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        hashed ^= hashed >> shift
-        hashed = hashed * factor & 0xFFFFFFFF
-    hashed ^= hashed >> 16
-    return ((hashed >> (32 - NOISE_BITS)).float().add_(0.5)).mul_(2.0**-NOISE_BITS).view_as(like)
+        hashed.bitwise_xor_(_shifted(hashed, shift)).mul_(_signed(factor))
+    hashed.bitwise_xor_(_shifted(hashed, 16))
+    return _shifted(hashed, 32 - NOISE_BITS).float().add_(0.5).mul_(2.0**-NOISE_BITS).view_as(like)
+
+
+def _signed(value: int) -> int:
+    """Return the int32 with the low 32 bits of `value`; products and sums of int32 wrap, as the kernel's uint32 do."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _shifted(value: Tensor, shift: int) -> Tensor:
+    """Shift int32 to the right as if unsigned."""
+    return (value >> shift).bitwise_and_((1 << (32 - shift)) - 1)
