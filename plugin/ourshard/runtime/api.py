@@ -45,8 +45,8 @@ def shard_model(
 ) -> Model:
     """Shard `model` in place and return it.
 
-    Collective: every rank calls it with a model of the same structure. Values come from rank 0; the other ranks may hold
-    them on the meta device. Parameters keep their Python identity, so optimizers may be made before or after.
+    Collective: every rank calls it with a model of the same structure. Values come from rank 0; the other ranks may
+    hold them on the meta device. Parameters keep their Python identity, so optimizers may be made before or after.
     `cast_small=False` leaves parameters below `persist_below` in their own dtype, for use under autocast.
     Raises `ValueError` on every rank when the model or the config can't work.
     """
@@ -68,7 +68,8 @@ def _engine(model: nn.Module) -> Engine:
     engine = engine_of(model)
     if engine is None:
         raise ValueError(
-            f"{type(model).__name__} is not sharded by ourshard; call `accelerator.prepare` or `ourshard.shard_model` first."
+            f"{type(model).__name__} is not sharded by ourshard; call `accelerator.prepare` or "
+            "`ourshard.shard_model` first."
         )
     return engine
 
@@ -87,7 +88,7 @@ def gathered(
     Yields `target`.
     """
     if isinstance(target, nn.Module):
-        parameters = list(target.parameters())
+        parameters: list[Any] = list(target.parameters())
     else:
         parameters = [target] if isinstance(target, torch.Tensor) else list(target)
     with ExitStack() as stack:

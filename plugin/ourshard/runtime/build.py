@@ -20,7 +20,7 @@ from ourshard.runtime.unit import Unit
 
 
 def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_small: bool) -> Engine:
-    """Shard `model` in place and return its engine. Collective; raises `ValueError` on every rank if one can't go on."""
+    """Shard `model` in place and return its engine. Collective; raises `ValueError` on all ranks if one can't go on."""
     engine = Engine(model, config, mesh, cast_small=cast_small, ledger=Ledger() if config.ledger else None)
     stock = _checked_stock(model, engine)
     for index, entry in enumerate(stock):
@@ -87,14 +87,11 @@ def _share_buffers(model: nn.Module, engine: Engine) -> None:
         for attribute, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            if buffer.is_meta:
-                buffer = torch.empty_like(buffer, device=engine.mesh.device)
-            buffer = buffer.to(engine.mesh.device)
-            if wanted is not None and buffer.is_floating_point():
-                buffer = buffer.to(wanted)
-            buffer = buffer.contiguous()
-            engine.collectives.broadcast(buffer, engine.mesh.world, f"buffer {name}.{attribute}")
-            module._buffers[attribute] = buffer
+            value = torch.empty_like(buffer, device=engine.mesh.device) if buffer.is_meta else buffer
+            dtype = wanted if wanted is not None and buffer.is_floating_point() else buffer.dtype
+            value = value.to(engine.mesh.device, dtype).contiguous()
+            engine.collectives.broadcast(value, engine.mesh.world, f"buffer {name}.{attribute}")
+            module._buffers[attribute] = value
 
 
 def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
@@ -121,8 +118,8 @@ def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:
     meta = [p.name for entry in stock for p in entry.parameters if p.tensor.is_meta]
     if meta:
         raise ValueError(
-            f"{len(meta)} parameters are on the meta device and have no values ({', '.join(meta[:3])}, ...). Rank 0 must "
-            "have real weights: load them, or create the model without `torch.device('meta')`."
+            f"{len(meta)} parameters are on the meta device and have no values ({', '.join(meta[:3])}, ...). Rank 0 "
+            "must have real weights: load them, or create the model without `torch.device('meta')`."
         )
     lost = [f"{name}.{key}" for name, m in model.named_modules() for key, v in vars(m).items() if _is_meta(v)]
     if lost:

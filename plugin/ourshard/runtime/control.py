@@ -144,7 +144,7 @@ class Control:
         return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
     def start_any_of(self, flags: torch.Tensor) -> dist.Work | None:
-        """Start to set each of `flags` (uint8, on the host) where any rank set it, in place. Collective; see `finish`."""
+        """Start to set each of `flags` (uint8, on the host) where any rank set it. Collective; see `finish`."""
         if self.group is None or not flags.numel():
             return None
         return dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)

@@ -184,7 +184,7 @@ class Engine:
             for lane in self.lanes():
                 if lane.direct:
                     lane.trainable = lane.trainable or any(p.requires_grad for p in lane.leaves)
-                elif any(h.requires_grad != l.requires_grad for h, l in zip(lane.resting, lane.leaves, strict=True)):
+                elif any(p.requires_grad != q.requires_grad for p, q in zip(lane.resting, lane.leaves, strict=True)):
                     promoted |= lane.follow_requires_grad(self.master_dtype)
         if promoted:
             self.adoption += 1
@@ -292,7 +292,7 @@ class Engine:
     # ---- step ----------------------------------------------------------------------------------------------
 
     def masters_changed(self) -> None:
-        """Forget whole parameters that the masters no longer agree with, and start to bring in those that stay whole."""
+        """Forget whole parameters that the masters left behind, and start to bring in those that stay whole."""
         for unit in self.units:
             if unit.sharded:
                 unit.held = False
@@ -363,16 +363,21 @@ class Engine:
             default=0,
         )
         dtypes = sorted({f"{_short(lane.compute_dtype)}/{_short(lane.store_dtype)}" for lane in lanes})
-        return (
-            f"ourshard: stage {self.config.stage} over {self.mesh.describe} on {self.mesh.device.type}; {elements:,} parameters "
-            f"({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in {len(self.units)} units, "
-            f"{len(lanes)} lanes; compute/master dtypes {', '.join(dtypes)}; masters {masters / 2**20:,.1f} MiB a rank, largest "
-            f"slot {slot / 2**20:,.1f} MiB; gradients accumulate {self.config.accumulate.value}"
-        )
+        mesh, mib = self.mesh, 2**20
+        parts = [
+            f"stage {self.config.stage} over {mesh.describe} on {mesh.device.type}",
+            f"{elements:,} parameters ({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in "
+            f"{len(self.units)} units, {len(lanes)} lanes",
+            f"compute/master dtypes {', '.join(dtypes)}",
+            f"masters {masters / mib:,.1f} MiB a rank, largest slot {slot / mib:,.1f} MiB",
+            f"gradients accumulate {self.config.accumulate.value}",
+        ]
+        return "ourshard: " + "; ".join(parts)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
-            "A sharded model can't be deep-copied: copy it before `prepare` (or before `shard_model`) and shard the copy too."
+            "A sharded model can't be deep-copied: copy it before `prepare` (or before `shard_model`) "
+            "and shard the copy too."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

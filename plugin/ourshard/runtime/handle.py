@@ -2,9 +2,9 @@
 
 Note [Handles]
 --------------
-When a model is sharded, the `nn.Parameter` objects that the user, the optimizer, PEFT and ties already hold
-become handles: the same Python object, its class set to `ShardParameter`. A handle shows the logical shape, dtype,
-device and `requires_grad`, and owns no data of that size: its storage is one element, expanded. While a unit computes, the
+When a model is sharded, the `nn.Parameter` objects that the user, the optimizer, PEFT and ties already hold become
+handles: the same Python object, its class set to `ShardParameter`. A handle shows the logical shape, dtype, device
+and `requires_grad`, and owns no data of that size: its storage is one element, expanded. While a unit computes, the
 modules hold ordinary parameters (`leaves`) in place of the handles, so nothing in a forward pays for this.
 
 Every torch function that meets a handle goes through `__torch_function__`:
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_any, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
@@ -29,18 +29,20 @@ if TYPE_CHECKING:
 _T = torch.Tensor
 
 # Answered from the handle itself: they read or set flags, never data.
-_METADATA: set[Any] = {
-    getattr(_T, name).__get__
-    for name in ["shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse_csr", "is_mtia", "is_hpu", "volatile"]
-    if hasattr(_T, name)
-} | {
-    getattr(_T, name)
-    for name in ["size", "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "requires_grad_", "__len__", "get_device", "is_inference", "ndimension", "is_shared", "_is_view", "_is_zerotensor", "is_conj", "is_neg"]
-    if hasattr(_T, name)
-} | {
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_inference, torch.is_conj,
-    torch.is_neg, torch._has_compatible_shallow_copy_type, _T.requires_grad.__set__,
-}  # fmt: skip
+_FLAGS = """
+    shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized
+    is_nested names itemsize nbytes retains_grad output_nr _version _backward_hooks _post_accumulate_grad_hooks
+    is_mps is_xpu is_xla is_ipu is_maia is_vulkan is_mkldnn is_sparse_csr is_mtia is_hpu volatile
+"""
+_QUESTIONS = """
+    size dim numel nelement element_size is_floating_point is_complex is_signed requires_grad_ __len__ get_device
+    is_inference ndimension is_shared _is_view _is_zerotensor is_conj is_neg
+"""
+_METADATA: set[Any] = {getattr(_T, name).__get__ for name in _FLAGS.split() if hasattr(_T, name)}
+_METADATA |= {getattr(_T, name) for name in _QUESTIONS.split() if hasattr(_T, name)}
+_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_inference}
+_METADATA |= {torch.is_conj, torch.is_neg, torch._has_compatible_shallow_copy_type}
+_METADATA |= {_T.requires_grad.__set__}  # type: ignore[attr-defined]
 
 # These return a handle of another dtype (or the same): `model.to(dtype)` on a sharded model.
 _CASTS = {_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type}
@@ -86,10 +88,10 @@ class Resting:
 
 
 def _first_handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found: list[Any] = []
-    tree_any(lambda leaf: isinstance(leaf, Resting) and (found.append(leaf) or True), (args, kwargs))
-    assert found, "a torch function met a handle that is not among its arguments"
-    return found[0]
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Resting):
+            return leaf
+    raise AssertionError("a torch function met a handle that is not among its arguments")
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
@@ -128,34 +130,31 @@ class ShardParameter(Resting, nn.Parameter):
     def grad(self, value: Any) -> None:
         if value is not None and value is not self._lane.gradient_handle(self._position):
             raise RuntimeError(
-                f"The gradient of {self._lane.name_of(self._position)!r} is sharded and can't be replaced by a tensor; set it "
-                "to None, or change it through optimizer.param_groups."
+                f"The gradient of {self._lane.name_of(self._position)!r} is sharded and can't be replaced by a "
+                "tensor; set it to None, or change it through optimizer.param_groups."
             )
         if value is None:
             self._lane.drop_gradient(self._position)
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(func, "__name__", "")
-        if func is _T.stride:
-            strides = _strides(self.shape)
-            return strides[args[1]] if len(args) > 1 else strides
-        if func is _T.is_contiguous:
-            return True
-        if func in (_T.__repr__, _T.__format__):
-            return self._describe()
-        if func is _T.__hash__:
-            return id(self)
-        if func in (_T.register_hook, _T.register_post_accumulate_grad_hook):
-            return getattr(self._lane.leaves[self._position], name)(*args[1:], **kwargs)
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            return answer(self, *args[1:], **kwargs)
         if func in _CASTS:
             return self._cast(func, args, kwargs)
-        if func in (_GET_DATA, _T.detach):
-            return self._detached()
-        if func == _SET_DATA:
-            return self._set_data(args[1])
+        name = getattr(func, "__name__", "")
         if name in _SAVING:
             raise RuntimeError(self._advice(name))
         return self._compute(func, args, kwargs)
+
+    def _stride(self, dim: int | None = None) -> Any:
+        strides = _strides(self.shape)
+        return strides if dim is None else strides[dim]
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        """Return the parameter that computes in place of this one; its data is there only while its unit is whole."""
+        return self._lane.leaves[self._position]
 
     def _compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -182,8 +181,8 @@ class ShardParameter(Resting, nn.Parameter):
             return like
         if like.device != self.device:
             raise RuntimeError(
-                f"{self._lane.name_of(self._position)!r} is sharded on {self.device} and can't move to {like.device}. Take "
-                "`ourshard.full_state_dict(model)`, or save and load the model without ourshard."
+                f"{self._lane.name_of(self._position)!r} is sharded on {self.device} and can't move to "
+                f"{like.device}. Take `ourshard.full_state_dict(model)`, or save and load the model without ourshard."
             )
         if like.dtype == self.dtype:
             return self
@@ -218,7 +217,7 @@ class ShardParameter(Resting, nn.Parameter):
             f"device='{self.device}', requires_grad={self.requires_grad}, rows {start}:{stop} on rank {lane.rank})"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return self._describe()
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -227,11 +226,26 @@ class ShardParameter(Resting, nn.Parameter):
     def _advice(self, verb: str) -> str:
         name = self._lane.name_of(self._position)
         return (
-            f"{name!r} (shape {tuple(self.shape)}) is sharded and not whole on rank {self._lane.rank}: {verb} is not possible "
-            "here. On all ranks, use `with ourshard.gathered(model):` to read it (`writeback=True` to change it), "
-            "`accelerator.get_state_dict(model)` or `ourshard.full_state_dict(model)` to save it, "
+            f"{name!r} (shape {tuple(self.shape)}) is sharded and not whole on rank {self._lane.rank}: {verb} "
+            "is not possible here. On all ranks, use `with ourshard.gathered(model):` to read it (`writeback=True` to "
+            "change it), `accelerator.get_state_dict(model)` or `ourshard.full_state_dict(model)` to save it, "
             "`accelerator.clip_grad_norm_` to clip."
         )
+
+
+# What a handle answers without being whole, by torch function.
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _T.stride: ShardParameter._stride,
+    _T.is_contiguous: lambda self, **_: True,
+    _T.__repr__: lambda self, **_: self._describe(),
+    _T.__format__: lambda self, *_: self._describe(),
+    _T.__hash__: id,
+    _T.register_hook: lambda self, hook: self.leaf.register_hook(hook),
+    _T.register_post_accumulate_grad_hook: lambda self, hook: self.leaf.register_post_accumulate_grad_hook(hook),
+    _T.detach: ShardParameter._detached,
+    _GET_DATA: ShardParameter._detached,
+    _SET_DATA: ShardParameter._set_data,
+}
 
 
 class ShardGradient(Resting, torch.Tensor):
@@ -252,13 +266,13 @@ class ShardGradient(Resting, torch.Tensor):
             return self
         return super()._called(func, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardGradient({self._lane.name_of(self._position)!r}, shape={tuple(self.shape)})"
 
     def _advice(self, verb: str) -> str:
         return (
-            f"The gradient of {self._lane.name_of(self._position)!r} is sharded: {verb!r} would see this rank's part only. Use "
-            "`accelerator.clip_grad_norm_` / `ourshard.clip_grad_norm_(model, max_norm)` to clip, and "
+            f"The gradient of {self._lane.name_of(self._position)!r} is sharded: {verb!r} would see this rank's "
+            "part only. Use `accelerator.clip_grad_norm_` / `ourshard.clip_grad_norm_(model, max_norm)` to clip, and "
             "`optimizer.param_groups` for this rank's rows."
         )
 

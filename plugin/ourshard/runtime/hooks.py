@@ -29,7 +29,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 
 def visit_tensors(value: Any, visit: Callable[[torch.Tensor], None], depth: int = 4) -> None:
-    """Call `visit` on every tensor in containers, dataclasses and plain objects, at most `depth` levels of objects deep."""
+    """Call `visit` on every tensor in containers, dataclasses and objects, at most `depth` objects deep."""
     if isinstance(value, torch.Tensor):
         visit(value)
     elif isinstance(value, (list, tuple, set, frozenset)):

@@ -137,7 +137,7 @@ class Lane:
         self.stale = True
 
     def take_over(self) -> None:
-        """Make leaves, and turn the user's parameters into handles (or, where masters are whole, into views of them)."""
+        """Make leaves; turn the user's parameters into handles, or into views of the masters where those are whole."""
         for position, parameter in enumerate(self.parameters):
             tensor = parameter.tensor
             if self.direct:

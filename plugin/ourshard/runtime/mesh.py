@@ -44,7 +44,7 @@ _MESHES: dict[tuple[object, ...], Mesh] = {}
 
 
 def default_device() -> torch.device:
-    """Return this process's CUDA device if its process group speaks NCCL, or if there is no group and a GPU; else CPU."""
+    """Return the CUDA device of a process whose group speaks NCCL, or that has a GPU and no group; else the CPU."""
     if dist.is_initialized():
         on_gpu = "nccl" in dist.get_backend()
     else:

@@ -2,17 +2,17 @@
 
 Note [Runs]
 -----------
-An optimizer is given parameters of the model; those that are handles are replaced, in place, by runs: one flat tensor for
-all neighbouring parameters of one lane in one group. Parameters of which this rank holds no rows belong to the
+An optimizer is given parameters of the model; those that are handles are replaced, in place, by runs: one flat tensor
+for all neighbouring parameters of one lane in one group. Parameters of which this rank holds no rows belong to the
 run beside them, so that all ranks see the same gradients come and go; where a rank holds none of a group's rows in a
-lane, its run is one element that stays zero (an empty tensor breaks some optimizers). The group dicts keep their identity, so schedulers and users who
-hold them see no change. A run is one tensor as long as all of its parameters have gradients in the same steps; when
-they differ (a branch that a step does not use) it is split, with its state, so that the optimizer skips exactly
-the parameters that it would skip in one process.
+lane, its run is one element that stays zero (an empty tensor breaks some optimizers). The group dicts keep their
+identity, so schedulers and users who hold them see no change. A run is one tensor as long as all of its parameters
+have gradients in the same steps; when they differ (a branch that a step does not use) it is split, with its state, so
+that the optimizer skips exactly the parameters that it would skip in one process.
 
 Flat runs are right only for optimizers that treat each element by itself. `probe` finds out: it steps a small matrix
-whole, and the same matrix in flat pieces, and compares. Others (Adafactor, Muon, LAMB, LBFGS) need whole matrices and are
-refused by name where masters are shards.
+whole, and the same matrix in flat pieces, and compares. Others (Adafactor, Muon, LAMB, LBFGS) need whole matrices and
+are refused by name where masters are shards.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _release_from_others(lane: Lane, positions: list[int]) -> None:
     taken = set(positions)
     for run in lane.runs:
         other = run.optimizer()
-        if taken & set(run.positions) and other in _ADOPTED:
+        if other is not None and taken & set(run.positions) and other in _ADOPTED:
             _ADOPTED[other].orphaned = True
     lane.runs = [run for run in lane.runs if not taken & set(run.positions)]
 
@@ -235,9 +235,9 @@ def _refuse_whole_matrix(optimizer: Optimizer, group: dict[str, Any]) -> None:
     why = probe(optimizer, group)
     if why is not None:
         raise ValueError(
-            f"The optimizer {type(optimizer).__name__} {why}, but at this stage each rank holds some rows of each parameter. Use "
-            "stage 0, or an optimizer that treats each element by itself (AdamW, SGD, Lion, ...). If it does, "
-            f"say so with `{type(optimizer).__name__}.elementwise = True`."
+            f"The optimizer {type(optimizer).__name__} {why}, but at this stage each rank holds some rows of each "
+            "parameter. Use stage 0, or an optimizer that treats each element by itself (AdamW, SGD, Lion, ...). If it "
+            f"does, say so with `{type(optimizer).__name__}.elementwise = True`."
         )
 
 
@@ -302,8 +302,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is not None and known.orphaned:
         raise RuntimeError(
-            f"This {type(optimizer).__name__} no longer steps anything: another optimizer that was prepared (or stepped) after "
-            "it has the same sharded parameters. Use the last one."
+            f"This {type(optimizer).__name__} no longer steps anything: another optimizer that was prepared (or "
+            "stepped) after it has the same sharded parameters. Use the last one."
         )
     if known is None or known.adoption != _adoption() or known.count != count:
         adopt_optimizer(optimizer)

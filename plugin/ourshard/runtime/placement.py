@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 
 class At(Enum):
@@ -27,7 +28,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         order = (self.params, self.grads, self.master)
-        assert all(not (a is At.SHARD and b is At.WHOLE) for a, b in zip(order, order[1:], strict=False)), order
+        assert all(not (a is At.SHARD and b is At.WHOLE) for a, b in pairwise(order)), order
 
     @property
     def whole(self) -> bool:

@@ -7,11 +7,11 @@ Note [Life of a unit]
     gathered     yes     no                install (before its forward or backward), release
     installed    yes     yes               uninstall, release
 
-`calls` counts forwards whose backward is still to come, `running` backwards that have begun and not passed the unit's input
-boundary. A unit is released when its forward ends (stage 3, resharding) unless a backward of it is running, and
-when the last running backward has passed its input boundary; never because its gradients are complete: a frozen base
-weight is needed after its adapter's gradient has arrived. `held` units stay whole until the end of backward: the root,
-and units whose parameters were read by others.
+`calls` counts forwards whose backward is still to come, `running` is set while a backward has begun and not passed
+the unit's input boundary. A unit is released when its forward ends (stage 3, resharding) unless a backward of it is
+running, and when the last running backward has passed its input boundary; never because its gradients are complete: a
+frozen base weight is needed after its adapter's gradient has arrived. `held` units stay whole until the end of
+backward: the root, and units whose parameters were read by others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Unit:
         """Make the lanes of a layout over `parameters`."""
         reduce_dtype = self.engine.reduce_dtype
         self.lanes = [Lane(self, lane, parameters, reduce_dtype or lane.key.compute_dtype) for lane in layout.lanes]  # type: ignore[attr-defined]
-        self.sharded = self.engine.mesh.shard.size > 1 and any(l.placement.params is At.SHARD for l in self.lanes)
+        self.sharded = self.engine.mesh.shard.size > 1 and any(lane.placement.params is At.SHARD for lane in self.lanes)
 
     def take_over(self) -> None:
         """Turn the model's parameters into what the lanes hold; see `Lane.take_over`."""
@@ -111,8 +111,8 @@ class Unit:
             for registry, attribute, leaf, resting in self._sites:
                 if registry.get(attribute) is not resting:
                     raise RuntimeError(
-                        f"The parameter {attribute!r} of unit {self.label!r} was replaced after the model was sharded; change "
-                        "the model (resize embeddings, add adapters) before `prepare`, or prepare it again."
+                        f"The parameter {attribute!r} of unit {self.label!r} was replaced after the model was "
+                        "sharded; change the model (resize embeddings, add adapters) before `prepare`."
                     )
                 registry[attribute] = leaf
 
@@ -144,7 +144,7 @@ class Unit:
     def whole_on_access(self, lane: Lane, position: int) -> nn.Parameter | None:
         """Return the leaf of a parameter that code outside of the unit reads, or None where it can't be brought in.
 
-        Inside a forward of the model (or of one of its modules) the unit is gathered and held until the end of backward.
+        Inside a forward of the model, or of one of its modules, the unit is gathered and held until backward ends.
         Where whole parameters are at rest, no communication is needed and any reader gets them.
         """
         engine = self.engine
