@@ -9,21 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ourshard.runtime.layout import LaneLayout, LaneTensor, RowRange, TensorSpec, UnitLayout, plan_unit
 
+from benchmarks.layout import encoder, llama
+
 Shape = tuple[int, ...]
 
 
 def specs_of(*shapes: Shape, key: str = "bf16") -> list[TensorSpec]:
     return [TensorSpec(f"p{index}", shape, key) for index, shape in enumerate(shapes)]
-
-
-def llama(hidden: int, kv: int, ffn: int) -> list[Shape]:
-    attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
-    return [*attention, (ffn, hidden), (ffn, hidden), (hidden, ffn), (hidden,), (hidden,)]
-
-
-def encoder(hidden: int, ffn: int) -> list[Shape]:
-    projections = [shape for _ in range(4) for shape in ((hidden, hidden), (hidden,))]
-    return [*projections, (ffn, hidden), (ffn,), (hidden, ffn), (hidden,), *[(hidden,)] * 4]
 
 
 LLM_LAYERS: dict[str, list[Shape]] = {

@@ -61,8 +61,8 @@ _SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class BlockCodec:
     """Encode flat float tensors into bytes, and back. `block` elements share a scale; see Note [Codec format].
 
-    Every call works on the current stream of its tensors' device and allocates nothing that outlives it on CUDA, except
-    `encode_with_feedback`. Sizes are a matter of the planner: `numel` is a multiple of `block` in every part.
+    Every call works on the current stream of its tensors' device. On CUDA none allocates, but for
+    `encode_with_feedback`. The planner's `align` makes every part a multiple of `block`.
     """
 
     kind: Codec
@@ -125,7 +125,8 @@ class BlockCodec:
     ) -> None:
         """Encode `src + residual`, and leave in `residual` (float32) what the codec lost.
 
-        The loss of a block that is not finite is dropped: a step that the scaler skips must not poison the next.
+        The loss of a block that is not finite is dropped: a step that the scaler skips must not poison the next. The
+        residual has the unit of `src`: where a loss scaler changes its scale, the caller rescales the residual too.
         Source: Seide et al., 2014, "1-bit stochastic gradient descent"; the residual is state that checkpoints keep.
         """
         assert residual.dtype == torch.float32, f"the residual is kept in float32; got {residual.dtype}"

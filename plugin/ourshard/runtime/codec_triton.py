@@ -15,7 +15,7 @@ from ourshard.runtime.codec import BlockCodec
 # Elements of a tile. With 4 warps each thread holds 32: enough loads in flight, no spills.
 TILE_NUMEL = 4096
 WARPS = 4
-# From here on (Ada, Hopper) a device converts float32 to float8_e4m3fn and back.
+# From here on (Ada, Hopper) an NVIDIA device converts float32 to float8_e4m3fn and back.
 FP8_CAPABILITY = (8, 9)
 _KINDS = {Codec.INT8: codec_kernels.INT8, Codec.INT4: codec_kernels.INT4, Codec.FP8: codec_kernels.FP8}
 
@@ -42,7 +42,9 @@ def decode_add(codec: BlockCodec, src: Tensor, acc: Tensor, scale: float, parts:
 
 
 def _fp8_cast(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= FP8_CAPABILITY
+    if not tensor.is_cuda or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(tensor.device) >= FP8_CAPABILITY
 
 
 def _launch(
