@@ -1,0 +1,247 @@
+"""Each engine of the peer benchmark as one function: a model in, a step out.
+
+A step takes token ids and returns the loss; it runs forward, backward, clipping at 1.0, AdamW, and zeroes gradients.
+All engines compute in bf16 with fp32 masters unless their name says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from works import Work
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+LR, CLIP = 1e-4, 1.0
+
+
+@dataclass(slots=True)
+class Phases:
+    """CUDA events at the borders of the phases of a step; None on a CPU."""
+
+    marks: list[Any]
+
+    def mark(self) -> None:
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1, fused=torch.cuda.is_available())
+
+
+def prepare(model: nn.Module, work: Work) -> None:
+    """Apply what the work asks of every engine alike: checkpointing and regional compilation."""
+    if work.checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if work.compile:
+        for layer in model.model.layers:
+            layer.compile()
+
+
+def _plain_step(model: nn.Module, optimizer: Any, phases: Phases, clip: Callable[[], Any]) -> Step:
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, ids)
+        phases.mark()
+        loss.backward()
+        phases.mark()
+        clip()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def limit(model: nn.Module, work: Work, phases: Phases) -> Step:
+    """No communication: bf16 weights on each GPU, the optimizer over this rank's share of every parameter."""
+    model.to(torch.bfloat16)
+    prepare(model, work)
+    world = dist.get_world_size()
+    parameters = list(model.parameters())
+    parts = [p.detach().view(-1)[: p.numel() // world] for p in parameters]
+    masters = [nn.Parameter(part.float()) for part in parts]
+    for master in masters:
+        master.grad = torch.zeros_like(master)
+    optimizer = adamw(masters)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, ids)
+        phases.mark()
+        loss.backward()
+        phases.mark()
+        nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
+        grads = [p.grad.view(-1)[: p.numel() // world] for p in parameters]
+        torch._foreach_copy_([m.grad for m in masters], grads)
+        for p in parameters:
+            p.grad = None
+        optimizer.step()
+        torch._foreach_copy_(parts, [m.detach() for m in masters])
+        return loss
+
+    return step
+
+
+def ddp(model: nn.Module, work: Work, phases: Phases) -> Step:
+    """torch DistributedDataParallel, fp32 weights under autocast."""
+    prepare(model, work)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, device_ids=[torch.cuda.current_device()], gradient_as_bucket_view=True
+    )
+    optimizer = adamw(wrapped.parameters())
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = loss_of(wrapped, ids)
+        phases.mark()
+        loss.backward()
+        phases.mark()
+        nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def _fsdp2(reduce_dtype: torch.dtype) -> Callable[[nn.Module, Work, Phases], Step]:
+    def build(model: nn.Module, work: Work, phases: Phases) -> Step:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        prepare(model, work)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        optimizer = adamw(model.parameters())
+        return _plain_step(
+            model, optimizer, phases, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
+        )
+
+    return build
+
+
+def fsdp1(model: nn.Module, work: Work, phases: Phases) -> Step:
+    """torch FSDP1: FULL_SHARD, BACKWARD_PRE, forward prefetch, use_orig_params."""
+    from functools import partial
+
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    prepare(model, work)
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        device_id=torch.cuda.current_device(),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=True,
+        use_orig_params=True,
+        limit_all_gathers=True,
+    )
+    optimizer = adamw(wrapped.parameters())
+    return _plain_step(wrapped, optimizer, phases, lambda: wrapped.clip_grad_norm_(CLIP))
+
+
+def _deepspeed(stage: int) -> Callable[[nn.Module, Work, Phases], Step]:
+    def build(model: nn.Module, work: Work, phases: Phases) -> Step:
+        import deepspeed
+
+        prepare(model, work)
+        config = {
+            "train_micro_batch_size_per_gpu": work.batch,
+            "bf16": {"enabled": True},
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": LR, "weight_decay": 0.1, "torch_adam": True, "fused": True},
+            },
+        }
+        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(engine, ids)
+            phases.mark()
+            engine.backward(loss)
+            phases.mark()
+            engine.step()
+            return loss
+
+        return step
+
+    return build
+
+
+def megatron_fsdp(model: nn.Module, work: Work, phases: Phases) -> Step:
+    """Megatron-FSDP: fully_shard_model, ZeRO-3, defaults."""
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+
+    prepare(model, work)
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    sharded = fully_shard_model(
+        module=model.to(torch.bfloat16),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        zero_dp_strategy=3,
+        fsdp_unit_modules=[type(model.model.layers[0])],
+        mixed_precision_policy=MixedPrecisionPolicy(),
+    )
+    optimizer = fully_shard_optimizer(adamw(sharded.parameters()))
+    return _plain_step(sharded, optimizer, phases, lambda: nn.utils.clip_grad_norm_(sharded.parameters(), CLIP))
+
+
+def _ourshard(**options: Any) -> Callable[[nn.Module, Work, Phases], Step]:
+    def build(model: nn.Module, work: Work, phases: Phases) -> Step:
+        from ourshard.config import ShardConfig
+        from ourshard.runtime.api import clip_grad_norm_, shard_model
+
+        prepare(model, work)
+        reduce = options.pop("reduce", "float32") if "reduce" in options else "float32"
+        config = ShardConfig.from_dict(
+            {
+                **options,
+                "precision": {"param_dtype": "bfloat16", "reduce_dtype": reduce},
+                "ledger": bool(os.environ.get("LEDGER")),
+            }
+        )
+        shard_model(model, config)
+        optimizer = adamw(model.parameters())
+        return _plain_step(model, optimizer, phases, lambda: clip_grad_norm_(model, CLIP))
+
+    return build
+
+
+ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
+    "limit": limit,
+    "ddp": ddp,
+    "fsdp1": fsdp1,
+    "fsdp2": _fsdp2(torch.float32),
+    "fsdp2-bf16": _fsdp2(torch.bfloat16),
+    "deepspeed1": _deepspeed(1),
+    "deepspeed2": _deepspeed(2),
+    "deepspeed3": _deepspeed(3),
+    "megatron_fsdp": megatron_fsdp,
+    "ourshard1": _ourshard(stage=1),
+    "ourshard2": _ourshard(stage=2),
+    "ourshard3": _ourshard(stage=3),
+    "ourshard1-bf16": _ourshard(stage=1, reduce="bfloat16"),
+    "ourshard2-bf16": _ourshard(stage=2, reduce="bfloat16"),
+    "ourshard3-bf16": _ourshard(stage=3, reduce="bfloat16"),
+    "ourshard3-keep": _ourshard(stage=3, reshard_after_forward=False),
+    "ourshard-hybrid": _ourshard(stage=3, shard_size=2),
+}
+
+NEEDS = {"deepspeed": "deepspeed", "megatron": "megatron_fsdp"}  # engine prefix -> package

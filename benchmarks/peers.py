@@ -1,0 +1,120 @@
+"""Compare ourshard with its peers on one machine, in one run.
+
+    python benchmarks/peers.py --works llama-1b llama-4b-checkpointed --engines limit fsdp2 ourshard3 ourshard1
+
+Each (engine, work) is its own set of processes, one a GPU. Peers that are not installed are skipped by name. Results
+go to `--out` as JSON lines and to the terminal as a table with ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+NEEDS = {"deepspeed": "deepspeed", "megatron": "megatron_fsdp"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", nargs="+", default=["llama-1b"])
+    parser.add_argument("--engines", nargs="+", default=["limit", "ddp", "fsdp2", "ourshard3", "ourshard1"])
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--timeout", type=int, default=150, help="seconds for one engine on one work")
+    parser.add_argument("--out", type=Path, default=Path("out/peers.jsonl"))
+    parser.add_argument("--profile", action="store_true", help="also write kernel tables beside --out")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    results = []
+    for work in options.works:
+        for engine in options.engines:
+            result = run(engine, work, options)
+            if result:
+                results.append(result)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+    show(results)
+
+
+def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Run one engine on one work; return its figures, or None with a line that says why not."""
+    for prefix, package in NEEDS.items():
+        if engine.startswith(prefix) and importlib.util.find_spec(package) is None:
+            print(f"skipped {engine}: {package} is not installed", flush=True)
+            return None
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"]
+    command += [str(HERE / "run_one.py"), "--engine", engine, "--work", work, "--steps", str(options.steps)]
+    if options.profile:
+        command += ["--profile", str(options.out.with_name(f"{work}.{engine}.txt"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=options.timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # workers of a run that hung would disturb all that comes after
+        output, _ = process.communicate()
+        print(f"{engine} on {work}: no result in {options.timeout} s\n{output[-2000:]}", flush=True)
+        return None
+    for line in output.splitlines():
+        if line.startswith("RESULT "):
+            result = json.loads(line.removeprefix("RESULT "))
+            print(f"{work} {engine}: {result['step_ms']:.1f} ms, {result['reserved_gib']:.1f} GiB", flush=True)
+            return result
+    print(f"{engine} on {work} failed:\n{output[-3000:]}", flush=True)
+    return None
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """Print one table a work, with ratios to the limit and to FSDP2."""
+    console = Console(width=170)
+    for work in dict.fromkeys(r["work"] for r in results):
+        rows = [r for r in results if r["work"] == work]
+        step = {r["engine"]: r["step_ms"] for r in rows}
+        table = Table(title=f"{work}, {rows[0]['world']} x {rows[0]['card']}, torch {rows[0]['torch']}")
+        heads = [
+            "engine",
+            "step ms",
+            "fwd+bwd+opt",
+            "of limit",
+            "vs fsdp2",
+            "TFLOP/s",
+            "peak GiB",
+            "reserved",
+            "at rest",
+            "host ms",
+            "loss",
+        ]
+        for head in heads:
+            table.add_column(head, justify="left" if head == "engine" else "right")
+        for r in rows:
+            table.add_row(
+                r["engine"],
+                f"{r['step_ms']:.1f}",
+                f"{r['forward_ms']:.1f} + {r['backward_ms']:.1f} + {r['optimizer_ms']:.1f}",
+                f"{step['limit'] / r['step_ms']:.1%}" if "limit" in step else "",
+                f"{step['fsdp2'] / r['step_ms']:.3f}x" if "fsdp2" in step else "",
+                f"{r['tflops']:.0f}",
+                f"{r['peak_gib']:.2f}",
+                f"{r['reserved_gib']:.2f}",
+                f"{r['between_steps_gib']:.2f}",
+                f"{r['host_ms']:.1f}",
+                f"{r['loss']:.4f}",
+            )
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Measure one engine on one work. Started by `peers.py`, one process a GPU; prints one JSON line on rank 0.
+
+torchrun --nproc_per_node 2 benchmarks/run_one.py --engine ourshard3 --work llama-1b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from engines import ENGINES, Phases, Step
+from works import WORKS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", required=True, choices=sorted(ENGINES))
+    parser.add_argument("--work", required=True, choices=sorted(WORKS))
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--profile", default="", help="write a table of kernel time by group to this file")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    result = measure(options, device)
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the figures of one engine on one work."""
+    bypass_mask_builder()
+    work = WORKS[options.work]
+    torch.manual_seed(0)
+    with device:
+        model = work.build()
+    phases = Phases([])
+    step = ENGINES[options.engine](model, work, phases)
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    batches = [torch.randint(work.vocab, (work.batch, work.seq), device=device, generator=generator) for _ in range(4)]
+    loss = torch.zeros(())
+    for index in range(options.warmup):
+        loss = step(batches[index % 4])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    phases.marks.clear()
+    for index in range(options.steps):
+        phases.mark()
+        loss = step(batches[(options.warmup + index) % 4])
+    phases.mark()
+    torch.cuda.synchronize()
+    figures = timings(phases.marks)
+    total = loss.detach().float().clone()
+    dist.all_reduce(total)
+    result = {
+        "engine": options.engine,
+        "work": options.work,
+        **figures,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "between_steps_gib": torch.cuda.memory_allocated() / 2**30,
+        "host_ms": host_time(step, batches),
+        "loss": total.item() / dist.get_world_size(),
+        "tflops": work.flops / figures["step_ms"] / 1e9,
+        "world": dist.get_world_size(),
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
+    if options.profile:
+        profile(step, batches, options.profile)
+    return result
+
+
+def bypass_mask_builder() -> None:
+    """Without this, transformers reads a GPU tensor on the host in every forward, in all engines alike."""
+    from transformers.models.llama import modeling_llama
+
+    modeling_llama.create_causal_mask = lambda *args, **kwargs: None
+
+
+def timings(marks: list[Any]) -> dict[str, float]:
+    """Return median milliseconds of a step and of its phases; marks are (start, after forward, after backward) each."""
+    starts = marks[::3]
+    steps = [a.elapsed_time(b) for a, b in pairwise(starts)]
+    forward = [a.elapsed_time(b) for a, b in zip(marks[::3], marks[1::3], strict=False)]
+    backward = [a.elapsed_time(b) for a, b in zip(marks[1::3], marks[2::3], strict=False)]
+    optimizer = [a.elapsed_time(b) for a, b in zip(marks[2::3], marks[3::3], strict=False)]
+    named = {"step_ms": steps, "forward_ms": forward, "backward_ms": backward, "optimizer_ms": optimizer}
+    return {name: statistics.median(values) for name, values in named.items()}
+
+
+def host_time(step: Step, batches: list[torch.Tensor]) -> float:
+    """Return median milliseconds to issue a step from an idle GPU."""
+    times = []
+    for index in range(5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(batches[index % 4])
+        times.append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def profile(step: Step, batches: list[torch.Tensor], path: str) -> None:
+    """Write what the GPU and the host spent two steps on."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for index in range(2):
+            step(batches[index])
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        averages = recorded.key_averages()
+        with open(path, "w") as file:
+            file.write(averages.table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=60))
+            file.write(averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+
+
+if __name__ == "__main__":
+    main()
