@@ -15,13 +15,12 @@ from typing import Any
 from ourshard.config import unflatten
 from ourshard.flags.result import RUN, FlagResult, from_values, merge
 from ourshard.integrations.cluster_config import Section
-from ourshard.integrations.switch import CONFIG, SWITCH, ConfigError, environment_config, flag
+from ourshard.integrations.switch import CONFIG, GRADIENT_CLIPPING, SWITCH, ConfigError, environment_config, flag
 
 Environment = dict[str, str]
 # Read by accelerate itself in the workers, which would set up the other engine.
 _OTHER_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _ON_CPU = "ACCELERATE_USE_CPU"
-GRADIENT_CLIPPING = "OURSHARD_GRADIENT_CLIPPING"
 
 
 def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Namespace) -> Environment:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ourshard.config import ShardConfig
-from ourshard.flags.result import from_values
+from ourshard.config import ShardConfig, flatten
+from ourshard.flags.result import disagreement, from_values
 from ourshard.integrations import switch
 
 if TYPE_CHECKING:
@@ -39,6 +39,13 @@ class ShardPlugin:
         self.config = _read(config)
         self.gradient_clipping = gradient_clipping
         self._changes = weakref.WeakKeyDictionary()
+
+    def check_environment(self) -> None:
+        """Raise `ValueError` where `OURSHARD_CONFIG` says another thing than this plugin."""
+        mine = flatten(self.config.to_dict())
+        for key, value in from_values(switch.environment_config(), switch.CONFIG).said.items():
+            if mine[key] != value:
+                raise ValueError(disagreement(key, mine[key], "the ShardPlugin", value, switch.CONFIG))
 
     def for_model(self, model: nn.Module, **changes: Any) -> ShardPlugin:
         """Let `model` differ from the others in some top-level keys; call it before `prepare`. Returns the plugin.

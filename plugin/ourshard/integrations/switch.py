@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SWITCH = "ACCELERATE_USE_OURSHARD"
 CONFIG = "OURSHARD_CONFIG"
+GRADIENT_CLIPPING = "OURSHARD_GRADIENT_CLIPPING"  # a number; the launcher writes it from a DeepSpeed config
 DISABLE = "OURSHARD_DISABLE"
 
 # What `enable` was given, and the environment that it wrote. An environment that has changed since is the newer word.
@@ -64,11 +65,14 @@ def enable(plugin: ShardPlugin | ShardConfig | Mapping[str, Any] | None = None) 
 
     if flag(DISABLE):
         raise ValueError(f"ourshard.enable(): {DISABLE}=1 is set; unset it, or leave the call out.")
-    _enabled = plugin if isinstance(plugin, ShardPlugin) else ShardPlugin(plugin)
+    wanted = plugin if isinstance(plugin, ShardPlugin) else ShardPlugin(plugin)
+    if enabled_plugin() is None:  # else the environment is what an earlier call wrote
+        wanted.check_environment()
+    _enabled = wanted
     os.environ[SWITCH] = "true"
-    os.environ[CONFIG] = json.dumps(_enabled.config.to_dict())
+    os.environ[CONFIG] = json.dumps(wanted.config.to_dict())
     _enabled_as = (os.environ[SWITCH], os.environ[CONFIG])
-    return _enabled
+    return wanted
 
 
 def disable() -> None:

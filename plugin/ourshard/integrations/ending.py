@@ -1,0 +1,103 @@
+"""How a rank ends: in order, or so that the others and the log show why.
+
+Note [The first failure]
+One rank raises; the ranks that wait for it then fail too, because its connections close. Only the first traceback says
+anything. So a rank whose exception is about a lost connection waits `GRACE` seconds before it prints: under torchrun
+it is ended within that time and prints nothing. The first failing rank also hands its traceback to torchrun, which
+shows it as the root cause at the end of the log, and then leaves with `os._exit`, after the exit functions: the
+destructors of a process group whose peers are stuck may wait for ever, and torchrun sees a failure only when the
+process is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+GRACE = 3.0  # seconds that a rank with a lost connection leaves to the one that failed first
+LEAVE_WITHIN = 5.0  # seconds that exit functions get after an exception
+
+_LOST = ("connection closed", "connection reset", "connection was", "broken pipe", "socket", "gloo", "nccl")
+
+_watched = False
+
+
+def watch() -> None:
+    """Leave the process group in order at exit, and on an uncaught exception as the Note says. Once a process."""
+    global _watched
+    if _watched or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    _watched = True
+    atexit.register(_leave_group)
+    sys.excepthook = _on_exception(sys.excepthook)
+
+
+def _leave_group() -> None:
+    """Destroy the process group: without this a rank sometimes aborts while the interpreter goes down."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _on_exception(show: Callable[..., Any]) -> Callable[..., None]:
+    """Return an excepthook around `show`, the one that prints."""
+
+    def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(value, Exception):  # Ctrl-C
+            show(kind, value, trace)
+            return
+        first = not about_a_lost_connection(value)
+        if not first:
+            time.sleep(GRACE)
+        show(kind, value, trace)
+        if first:
+            _tell_launcher(value)
+        _leave()
+
+    return excepthook
+
+
+def about_a_lost_connection(error: BaseException) -> bool:
+    """Return whether an exception, or what it was raised from, only says that another rank has gone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen).lower()
+        if isinstance(seen, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+            return True
+        if isinstance(seen, RuntimeError) and any(word in text for word in _LOST):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Write the traceback where torchrun looks for it, in the form of its own `record` decorator."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+
+def _leave() -> None:
+    atexit.unregister(_leave_group)
+    killer = threading.Timer(LEAVE_WITHIN, os._exit, (1,))
+    killer.daemon = True
+    killer.start()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)

@@ -1,0 +1,218 @@
+"""The whole state of an optimizer, by parameter name, gathered from the ranks' shards and cut for them again.
+
+Shape of what is saved: `{"state": {"0/name": {"exp_avg": whole tensor, "step": ...}}, "param_groups": [{..., "params":
+["0/name", ...]}]}`; the number before the name is the model's, in the order of `prepare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.optim import Run
+from ourshard.runtime.placement import At
+
+State = dict[str, Any]
+
+
+class _Piece(NamedTuple):
+    """A parameter that this rank's optimizer steps: a tensor of a group, and where it is from."""
+
+    key: str
+    group: int
+    lane: Lane
+    position: int
+    run: Run | None  # None: a whole parameter, which the user's own tensor is
+
+
+def gather(optimizer: Optimizer, engines: Sequence[Engine]) -> dict[str, Any]:
+    """Return the whole state on the first rank, and on the others what they have of it. Collective.
+
+    One state tensor of one lane is whole at a time on a device.
+    """
+    pieces = list(_pieces(optimizer, engines))
+    mine = {piece.key: _scalars(optimizer, piece) for piece in pieces if _state(optimizer, piece)}
+    told = _exchange(engines, (mine, [(piece.key, piece.group) for piece in pieces]))
+    state: dict[str, State] = {}
+    groups: list[dict[str, None]] = [{} for _ in optimizer.param_groups]
+    for scalars, keys in told:
+        for key, values in scalars.items():
+            state.setdefault(key, dict(values))
+        for key, group in keys:
+            groups[group][key] = None
+    for number, engine in enumerate(engines):
+        for lane in engine.lanes():
+            _gather_lane(optimizer, number, lane, [p for p in pieces if p.lane is lane], state)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": [{**s, "params": list(g)} for s, g in zip(settings, groups, strict=True)]}
+
+
+def _exchange(engines: Sequence[Engine], value: Any) -> list[Any]:
+    return engines[0].control.gather_objects(value, "reading the optimizer's state") if engines else [value]
+
+
+def _pieces(optimizer: Optimizer, engines: Sequence[Engine]) -> Iterator[_Piece]:
+    places = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for number, engine in enumerate(engines):
+        for lane in engine.lanes():
+            for run in lane.runs:
+                if id(run.parameter) in places:
+                    for position in run.positions:
+                        yield _Piece(_key(number, lane, position), places[id(run.parameter)], lane, position, run)
+            for position, parameter in enumerate(lane.resting):
+                if lane.placement.whole and id(parameter) in places:
+                    yield _Piece(_key(number, lane, position), places[id(parameter)], lane, position, None)
+
+
+def _key(model: int, lane: Lane, position: int) -> str:
+    return f"{model}/{lane.name_of(position)}"
+
+
+def _stepped(piece: _Piece) -> torch.Tensor:
+    return piece.run.parameter if piece.run is not None else piece.lane.resting[piece.position]
+
+
+def _state(optimizer: Optimizer, piece: _Piece) -> State:
+    state: State = optimizer.state.get(_stepped(piece), {})
+    return state
+
+
+def _is_elementwise(value: Any, piece: _Piece) -> bool:
+    stepped = _stepped(piece)
+    return isinstance(value, torch.Tensor) and value.shape == stepped.shape and value.dim() > 0
+
+
+def _scalars(optimizer: Optimizer, piece: _Piece) -> State:
+    """Return what the state holds beside one value an element; the names of the latter with their dtype."""
+    return {
+        key: value.dtype if _is_elementwise(value, piece) else value.cpu() if isinstance(value, torch.Tensor) else value
+        for key, value in _state(optimizer, piece).items()
+    }
+
+
+def _gather_lane(optimizer: Optimizer, model: int, lane: Lane, pieces: list[_Piece], state: dict[str, State]) -> None:
+    """Replace, in `state`, the dtypes that stand for this lane's state tensors by the tensors, whole."""
+    positions = {_key(model, lane, position): position for position in range(len(lane.parameters))}
+    wanted = sorted(
+        {(k, str(v)) for key in positions for k, v in state.get(key, {}).items() if isinstance(v, torch.dtype)}
+    )
+    for name, text in wanted:
+        dtype = getattr(torch, text.removeprefix("torch."))
+        flat = torch.zeros(lane.master.numel(), dtype=dtype, device=lane.master.device)
+        for piece in pieces:
+            value = _state(optimizer, piece).get(name)
+            if value is not None:
+                lane.rows_view(flat, piece.position).copy_(_rows_of(value, piece))
+        whole = _whole(lane, flat)
+        for key, position in positions.items():
+            if isinstance(state.get(key, {}).get(name), torch.dtype):
+                state[key][name] = lane.whole_view(whole, position).cpu()
+
+
+def _rows_of(value: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """Return the part of a state tensor that belongs to one parameter, in the shape of this rank's rows of it."""
+    if piece.run is None:
+        return value.view(piece.lane.local_rows(piece.position).shape)
+    rows = piece.lane.rows(piece.position)
+    numel = rows.numel(piece.lane.layout.tensors[piece.position].granule)
+    return value[rows.offset - piece.run.start :][:numel].view(piece.lane.local_rows(piece.position).shape)
+
+
+def _whole(lane: Lane, flat: torch.Tensor) -> torch.Tensor:
+    if lane.placement.master is At.WHOLE or lane.axis.size == 1:
+        return flat
+    whole = torch.empty(lane.layout.numel, dtype=flat.dtype, device=flat.device)
+    start = lane.axis.rank * lane.layout.shard_numel
+    segment = whole[start : start + lane.layout.shard_numel]
+    segment.copy_(flat)
+    lane.unit.engine.collectives.all_gather(whole, segment, lane.axis, lane.unit.label)
+    return whole
+
+
+def load(optimizer: Optimizer, engines: Sequence[Engine], path: Path) -> None:
+    """Load what `gather` returned, on any number of ranks. Group dicts keep their identity.
+
+    Raises:
+        ValueError: the file is missing, or its groups hold other parameters.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"load_state: {path} is missing; a folder of ourshard's save_state has one for each optimizer."
+        )
+    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    _check_groups(optimizer, engines, saved["param_groups"], path)
+    for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+    _split_uneven(optimizer, engines, saved["state"])
+    runs: dict[int, list[_Piece]] = {}
+    for piece in _pieces(optimizer, engines):
+        runs.setdefault(id(_stepped(piece)), []).append(piece)
+    for pieces in runs.values():
+        whole = [saved["state"].get(piece.key) for piece in pieces]
+        if all(state is None for state in whole):
+            optimizer.state.pop(_stepped(pieces[0]), None)
+        else:
+            optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole])
+
+
+def _check_groups(optimizer: Optimizer, engines: Sequence[Engine], saved: list[dict[str, Any]], path: Path) -> None:
+    mine = [
+        {piece.key for piece in _pieces(optimizer, engines) if piece.group == n}
+        for n in range(len(optimizer.param_groups))
+    ]
+    known = [set(group["params"]) for group in saved]
+    strange = sorted(key for n, keys in enumerate(mine) for key in keys - (known[n] if n < len(known) else set()))
+    if len(known) != len(mine) or strange:
+        raise ValueError(
+            f"load_state: {path} has {len(known)} parameter groups, the optimizer {len(mine)}; not in the same group "
+            f"there: {', '.join(strange[:5]) or 'none'}. Build the optimizer as it was built when the state was saved."
+        )
+
+
+def _split_uneven(optimizer: Optimizer, engines: Sequence[Engine], state: dict[str, State]) -> None:
+    """Step parameters one by one where their saved scalars (step counts) differ, or some have no state."""
+    for engine in engines:
+        for lane in engine.lanes():
+            for run in list(lane.runs):
+                if run.optimizer() is optimizer and len({_told(state.get(p.key)) for p in _of_run(engines, run)}) > 1:
+                    run._split()
+
+
+def _of_run(engines: Sequence[Engine], run: Run) -> list[_Piece]:
+    number = next(n for n, engine in enumerate(engines) if engine is run.lane.unit.engine)
+    return [_Piece(_key(number, run.lane, position), 0, run.lane, position, run) for position in run.positions]
+
+
+def _told(state: State | None) -> str:
+    scalars = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in (state or {}).items() if not _is_whole(v)}
+    return repr(None if state is None else sorted(scalars.items()))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 1
+
+
+def _cut(pieces: list[_Piece], whole: list[State]) -> State:
+    """Return this rank's state of one stepped tensor, from the whole state of its parameters."""
+    state: State = {}
+    lane, stepped = pieces[0].lane, _stepped(pieces[0])
+    for key, value in whole[0].items():
+        shape = lane.parameters[pieces[0].position].shape
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0:
+            parts = [_own_rows(states[key], piece) for states, piece in zip(whole, pieces, strict=True)]
+            state[key] = torch.cat(parts).to(stepped.device).view(stepped.shape)
+        else:
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return state
+
+
+def _own_rows(value: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    rows = piece.lane.rows(piece.position)
+    granule = piece.lane.layout.tensors[piece.position].granule
+    return value.reshape(-1)[rows.start * granule : rows.stop * granule]

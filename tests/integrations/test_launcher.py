@@ -1,0 +1,205 @@
+"""Config files that ask for ourshard: what the launcher makes of them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import ourshard  # noqa: F401  # puts the hooks in place
+import pytest
+import yaml
+from accelerate.commands.config import config_args
+from ourshard.config import ShardConfig
+from ourshard.integrations import launcher
+
+from tests.commands import ROOT, free_port, launch, run_cli
+
+WHO = """
+import json, os
+import torch.distributed as dist
+from accelerate import Accelerator
+accelerator = Accelerator()
+names = ("RANK", "WORLD_SIZE", "OURSHARD_CONFIG", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+told = {name: os.environ.get(name) for name in names}
+told |= {"processes": accelerator.num_processes, "type": accelerator.distributed_type.value}
+told |= {"ours": getattr(accelerator, "is_ourshard", False), "backend": dist.get_backend()}
+print("WHO" + json.dumps(told), flush=True)
+"""
+
+
+@pytest.fixture
+def who(tmp_path: Path) -> Path:
+    script = tmp_path / "who.py"
+    script.write_text(WHO)
+    return script
+
+
+@pytest.fixture
+def config_file(tmp_path: Path):
+    """Write a YAML for two CPU processes with the given keys, and return its path."""
+
+    def write(name: str = "config.yaml", **keys: object) -> Path:
+        path = tmp_path / name
+        values = {"distributed_type": "OURSHARD", "use_cpu": True, "num_processes": 2, **keys}
+        path.write_text(json.dumps(values) if name.endswith("json") else yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+def workers(stdout: str) -> list[dict]:
+    found = [json.loads(line.removeprefix("WHO")) for line in stdout.splitlines() if line.startswith("WHO")]
+    return sorted(found, key=lambda told: int(told["RANK"]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_use_cpu_runs_that_many_gloo_ranks(who, processes):
+    told = workers(launch(who, processes=processes).stdout)
+    assert [worker["processes"] for worker in told] == [processes] * processes
+    assert {(worker["type"], worker["backend"], worker["ours"]) for worker in told} == {("MULTI_CPU", "gloo", True)}
+
+
+@pytest.mark.ranks
+def test_the_launcher_run_as_a_module_starts_ranks_too(who, config_file):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file()]
+    told = workers(run_cli([*command, "--main_process_port", str(free_port()), who]).stdout)
+    assert [worker["processes"] for worker in told] == [2, 2]
+    assert json.loads(told[0]["OURSHARD_CONFIG"]) == {}
+
+
+@pytest.mark.ranks
+def test_the_cpu_flag_starts_as_many_ranks_as_num_processes_says(who):
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--cpu", "--num_processes", "2"]
+    told = workers(run_cli([*command, who], env={"ACCELERATE_USE_OURSHARD": "true"}).stdout)
+    assert [(worker["processes"], worker["ours"]) for worker in told] == [(2, True), (2, True)]
+
+
+@pytest.mark.ranks
+def test_torchrun_and_the_environment_are_enough(who):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", who]
+    env = {"ACCELERATE_USE_OURSHARD": "1", "OURSHARD_CONFIG": '{"stage": 1}', "ACCELERATE_USE_CPU": "true"}
+    assert [worker["ours"] for worker in workers(run_cli(command, env=env).stdout)] == [True, True]
+
+
+@pytest.mark.ranks
+def test_an_fsdp_file_is_taken_over_by_the_switch(who, config_file):
+    path = config_file(
+        distributed_type="FSDP",
+        fsdp_config={"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": False},
+    )
+    told = workers(launch(who, config=path, env={"ACCELERATE_USE_OURSHARD": "true"}).stdout)
+    assert [(worker["processes"], worker["ours"], worker["ACCELERATE_USE_FSDP"]) for worker in told] == [
+        (2, True, None)
+    ] * 2
+    config = ShardConfig.from_dict(json.loads(told[0]["OURSHARD_CONFIG"]))
+    assert (config.stage, config.reshard_after_forward) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"ourshard_config": {"stagee": 2}}, "Did you mean 'stage'?"),
+        ({"ourshard_config": {"shard_size": 3}}, "shard_size: 3 does not divide the 2 processes"),
+    ],
+)
+def test_a_bad_section_ends_the_launcher_with_one_line_before_any_process_starts(who, config_file, keys, line):
+    result = launch(who, config=config_file(**keys), check=False)
+    assert result.returncode == 1
+    assert line in result.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert "WHO" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"ourshard_config": {"stage": 7}}, "ourshard_config: stage: 7 does not exist"),
+        ({"ourshard_config": {"wrap": {"polcy": "auto"}}}, r"wrap\.policy"),
+        ({"ourshard_config": "stage 3"}, "expected a mapping"),
+        ({"distributed_type": "XLA", "ourshard_config": {}}, "XLA cannot be sharded by ourshard"),
+        ({"fsdp_config": {"fsdp_reshard": True}}, "Unknown FSDP key"),
+        (
+            {"ourshard_config": {"stage": 1}, "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}},
+            "Neither overrides",
+        ),
+    ],
+)
+def test_a_bad_section_is_a_value_error_of_one_line_to_callers(config_file, keys, line):
+    with pytest.raises(ValueError, match=line) as caught:
+        config_args.load_config_from_file(str(config_file(**keys)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.json"])
+@pytest.mark.parametrize("keys", [{}, {"ourshard_config": {"stage": 2, "wrap": {"classes": ["Block"]}}}])
+def test_reading_and_writing_a_config_keeps_its_words(config_file, name, keys):
+    path = config_file(name, **keys)
+    before = yaml.safe_load(path.read_text())
+    config = config_args.load_config_from_file(str(path))
+    assert config.distributed_type.value == "MULTI_GPU"
+    write = config.to_json_file if name.endswith("json") else config.to_yaml_file
+    write(str(path))
+    after = yaml.safe_load(path.read_text())
+    assert {key: after.get(key) for key in before} == before
+    assert ("ourshard_config" in after) == ("ourshard_config" in before)
+
+
+def test_a_file_without_ourshard_is_read_as_ever(config_file):
+    config = config_args.load_config_from_file(
+        str(config_file(distributed_type="MULTI_GPU", fsdp_config={"fsdp_version": 2}))
+    )
+    assert config.ourshard_config is None
+    assert "ourshard_config" not in config.to_dict()
+
+
+def test_accelerate_env_and_config_update_take_our_file(config_file):
+    path = config_file(ourshard_config={"stage": 2})
+    accelerate = Path(sys.executable).with_name("accelerate")
+    shown = run_cli([accelerate, "env", "--config_file", path]).stdout
+    assert "distributed_type: OURSHARD" in shown
+    assert "ourshard_config: {'stage': 2}" in shown
+    run_cli([accelerate, "config", "update", "--config_file", path])
+    assert yaml.safe_load(path.read_text())["ourshard_config"] == {"stage": 2}
+
+
+def arguments(**changes: object) -> Namespace:
+    """The arguments of `accelerate launch` that our half reads."""
+    values = {"use_fsdp": False, "use_deepspeed": False, "cpu": False, "use_cpu": True, "num_processes": 2}
+    values |= {"ourshard_config": None, "nondefault": set()}
+    return Namespace(**{**values, **changes})
+
+
+def test_a_launch_without_ourshard_gets_no_variable_of_ours(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_OURSHARD", raising=False)
+    assert launcher.prepare_multi_gpu_env(lambda args: {"A": "1"}, arguments()) == {"A": "1"}
+
+
+def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    monkeypatch.delenv("OURSHARD_CONFIG", raising=False)
+    args = arguments(
+        use_fsdp=True,
+        fsdp_reshard_after_forward="false",
+        fsdp_sharding_strategy="FULL_SHARD",  # a default that argparse filled in
+        nondefault={"use_fsdp", "fsdp_reshard_after_forward"},
+    )
+    env = launcher.prepare_multi_gpu_env(lambda args: {"ACCELERATE_USE_FSDP": "true"}, args)
+    assert "ACCELERATE_USE_FSDP" not in env
+    assert json.loads(env["OURSHARD_CONFIG"]) == {"stage": 3, "reshard_after_forward": False}
+
+
+def test_a_file_and_the_environment_that_disagree_are_refused(monkeypatch, config_file):
+    config = config_args.load_config_from_file(str(config_file(ourshard_config={"stage": 2})))
+    monkeypatch.setenv("OURSHARD_CONFIG", '{"stage": 3}')
+    with pytest.raises(ValueError, match="ourshard_config gives 2, but OURSHARD_CONFIG gives 3"):
+        launcher.prepare_multi_gpu_env(lambda args: {}, arguments(ourshard_config=config.ourshard_config))
+
+
+def test_the_shipped_config_is_read_and_every_line_has_a_comment():
+    path = ROOT / "accelerate_configs" / "ourshard.yaml"
+    section = config_args.load_config_from_file(str(path)).ourshard_config
+    assert section.result.config == ShardConfig(stage=3)
+    assert [line for line in path.read_text().splitlines() if line.strip() and "#" not in line] == []
