@@ -11,6 +11,7 @@ import pickle
 import sys
 import zipfile
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ _STORAGES = {
 
 
 class _Storage:
-    """Stands for a storage while pickling."""
+    """Stands for a storage while pickling: rows [start, start + info.rows) of a tensor of the source, or `data`."""
 
-    def __init__(self, info: TensorInfo, number: int) -> None:
+    def __init__(self, info: TensorInfo, number: int, start: int = 0, data: torch.Tensor | None = None) -> None:
         self.info = info
         self.number = number
+        self.start = start
+        self.data = data
 
 
 class _Tensor:
@@ -75,37 +78,61 @@ class Archive:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._storages: dict[TensorKey, _Storage] = {}
+        self._storages: dict[tuple[TensorKey | int, tuple[int, int] | None], _Storage] = {}
 
-    def tensor(self, key: TensorKey) -> Any:
-        """Return the stand-in for this tensor; the same key gives the same storage, as for tied parameters."""
+    def tensor(self, key: TensorKey, rows: tuple[int, int] | None = None) -> Any:
+        """Return the stand-in for this tensor or for rows of it; the same key gives the same storage (tied names)."""
         info = self._source.tensors[key]
+        if rows is not None:
+            info = replace(info, shape=info.shape_of(*rows))
         if info.dtype not in _STORAGES:
             raise ValueError(f"{key}: torch.save files are not written with dtype {info.dtype}; convert it first")
-        return _Tensor(self._storages.setdefault(key, _Storage(info, len(self._storages))))
+        storage = _Storage(info, len(self._storages), rows[0] if rows else 0)
+        return _Tensor(self._storages.setdefault((key, rows), storage))
+
+    def plain(self, value: Any) -> Any:
+        """Return plain data with stand-ins for the tensors in it, which are at hand and small."""
+        if isinstance(value, torch.Tensor):
+            data = value.detach().cpu().contiguous()
+            number = len(self._storages)
+            info = TensorInfo(TensorKey("plain", str(number)), tuple(data.shape), data.dtype)
+            return _Tensor(self._storages.setdefault((number, None), _Storage(info, number, data=data)))
+        if isinstance(value, dict):
+            return {key: self.plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.plain(item) for item in value)
+        return value
 
     def write(self, workspace: Workspace, name: str, value: Any) -> None:
         """Write the object, unless the file is finished; its tensors are read while it is written."""
         if workspace.finished(name):
             workspace.report(sum(storage.info.nbytes for storage in self._storages.values()))
             return
-        stem = name.rsplit("/", 1)[-1].rsplit(".", 1)[0]
-        with workspace.create(name) as stream, zipfile.ZipFile(stream, "w", allowZip64=True) as archive:  # type: ignore[call-overload]
+        with workspace.create(name) as stream:
+            self.write_into(workspace, stream, name.rsplit("/", 1)[-1].rsplit(".", 1)[0], value)
+
+    def write_into(self, workspace: Workspace, stream: OutputStream, stem: str, value: Any) -> None:
+        """Append the object as an archive of its own to a stream; `stem` is the folder within the archive."""
+        with zipfile.ZipFile(stream, "w", allowZip64=True) as archive:  # type: ignore[call-overload]
             _add(archive, stream, f"{stem}/data.pkl", _pickled(value))
             _add(archive, stream, f"{stem}/byteorder", sys.byteorder.encode())
             for storage in self._storages.values():
-                self._add_storage(workspace, archive, stream, f"{stem}/data/{storage.number}", storage.info)
+                self._add_storage(workspace, archive, stream, f"{stem}/data/{storage.number}", storage)
             _add(archive, stream, f"{stem}/version", b"3\n")
 
     def _add_storage(
-        self, workspace: Workspace, archive: zipfile.ZipFile, stream: OutputStream, name: str, info: TensorInfo
+        self, workspace: Workspace, archive: zipfile.ZipFile, stream: OutputStream, name: str, storage: _Storage
     ) -> None:
+        if storage.data is not None:
+            _add(archive, stream, name, bytes_of(storage.data))
+            return
+        info, first = storage.info, storage.start
         with archive.open(_entry(stream, name), "w", force_zip64=True) as entry:
             rows = max(1, workspace.block_nbytes // max(1, info.row_nbytes))
             for start in range(0, info.rows, rows):
                 stop = min(info.rows, start + rows)
                 with workspace.reserve((stop - start) * info.row_nbytes):
-                    entry.write(bytes_of(self._source.read(info.key, start, stop)))
+                    entry.write(bytes_of(self._source.read(info.key, first + start, first + stop)))
                 workspace.report((stop - start) * info.row_nbytes)
 
 
@@ -115,7 +142,7 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _add(archive: zipfile.ZipFile, stream: OutputStream, name: str, data: bytes) -> None:
+def _add(archive: zipfile.ZipFile, stream: OutputStream, name: str, data: bytes | memoryview) -> None:
     with archive.open(_entry(stream, name), "w", force_zip64=True) as entry:
         entry.write(data)
 

@@ -25,7 +25,11 @@ READERS: tuple[str, ...] = (
     f"{_HERE}.ddp:PeftSource",
 )
 
-WRITERS: dict[str, str] = {}
+WRITERS: dict[str, str] = {
+    "dcp": f"{_HERE}.dcp_sink:DcpSink",
+    "fsdp-full": f"{_HERE}.fsdp_full_sink:FsdpFullSink",
+    "deepspeed-universal": f"{_HERE}.universal_sink:UniversalSink",
+}
 
 
 def open_any(path: str | Path, parameter_order: Sequence[str] | None = None) -> Source:

@@ -10,6 +10,8 @@ from typing import Any
 
 _PARTS = r"lora_|ia3_|hada_|lokr_|oft_|boft_|vera_lambda_|randlora_|fourierft_"
 _ADAPTER = re.compile(rf"^(?P<head>.*\.(?:{_PARTS})\w+)(?P<tail>(?:\.(?:weight|bias))?)$")
+_NAMED_ADAPTER = re.compile(rf"^(?P<head>.*\.(?:{_PARTS})\w+)\.(?!weight$|bias$)\w+(?P<tail>(?:\.(?:weight|bias))?)$")
+_SAVED_MODULE = re.compile(r"\.modules_to_save\.\w+\.")
 DEFAULT = "default"
 
 
@@ -43,4 +45,21 @@ def names_with_adapter(names: Iterable[str], trained: Iterable[str]) -> dict[str
             if short in names and is_adapter_name(short):
                 found[short] = full
                 break
+    return found
+
+
+def adapter_only_names(names: Iterable[str]) -> dict[str, str]:
+    """Return model name -> file name if all names are of one adapter of PEFT; empty if there are others.
+
+    Tensors of an adapter alone are saved without the adapter's name; `modules_to_save` are such modules, too.
+    """
+    found = {}
+    for name in names:
+        match = _NAMED_ADAPTER.match(name)
+        if match:
+            found[name] = match["head"] + match["tail"]
+        elif _SAVED_MODULE.search(name):
+            found[name] = _SAVED_MODULE.sub(".", name)
+        else:
+            return {}
     return found

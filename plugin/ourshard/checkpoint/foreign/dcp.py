@@ -68,6 +68,14 @@ class DcpFolder:
             assert record.dtype is not None  # _check_all_there
             yield self._paths[key], ChunkedTensor(record.shape, record.dtype, chunks, f"{self.folder}: {key}")
 
+    def aliases(self) -> Iterator[tuple[KeyPath, KeyPath]]:
+        """Yield (alias, owner) for tensors that are the same items of the files, as `DcpSink` writes tied names."""
+        first: dict[frozenset[tuple[tuple[int, ...], Item]], str] = {}
+        for key, record in self._tensors.items():
+            owner = first.setdefault(frozenset(record.items.items()), key)
+            if owner != key:
+                yield self._paths[key], self._paths[owner]
+
     def values(self) -> Iterator[tuple[KeyPath, Any]]:
         """Yield what is no tensor."""
         for key, item in self._plain.items():

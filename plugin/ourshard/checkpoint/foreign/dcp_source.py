@@ -21,6 +21,7 @@ from .integer_keys import Order, name_integer_keys
 from .names import canonical, canonical_keys, shorten
 from .runfiles import add_run_files
 from .stored import Readable
+from .ties import find_ties
 
 MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_(\d+)")
 OPTIMIZER_FOLDER = re.compile(r"optimizer_(\d+)")
@@ -100,12 +101,16 @@ class Parts:
     groups: dict[int, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # flattened: parameter -> option -> value
     others: dict[KeyPath, Any] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)  # known since both names are the same bytes: alias -> owner
 
     def add(self, folder: DcpFolder) -> None:
         """Sort the items of a folder."""
         for path, reader in folder.tensors():
             if not self._add_optimizer(path, reader):
                 self.model.setdefault(path[:-1], {})[str(path[-1])] = reader
+        for alias, owner in folder.aliases():
+            if alias[:-1] == owner[:-1]:
+                self.ties[canonical(str(alias[-1]))] = canonical(str(owner[-1]))
         for path, value in folder.values():
             if not self._add_optimizer(path, value):
                 self.others[path] = value
@@ -141,6 +146,7 @@ class Parts:
             draft.state = {canonical(str(name)): values for name, values in self.state.items()}
             draft.groups = [{**group, "params": _names(group)} for group in groups] or None
         add_adapter_names(draft)
+        draft.ties = {**find_ties(draft.model, draft.trained), **self.ties}
         self._add_others(draft)
 
     def _choose_model(self, draft: Draft) -> dict[str, Readable]:

@@ -98,7 +98,7 @@ def add_partitioned_module(draft: Draft, models: Sequence[ModelStates], trained:
             draft.own_dtypes[name] = tensor.dtype
         elif name in frozen:
             draft.model[name] = frozen[name]
-        elif name in (draft.buffers or ()):
+        elif name in (draft.buffers or ()) or tensor.numel:
             draft.model[name] = states.file.stored(tensor)
         elif name not in (draft.ties or {}):
             draft.losses.append(f"{name}: has no data in this checkpoint (frozen, and left out when it was saved)")

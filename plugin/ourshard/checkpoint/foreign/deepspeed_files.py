@@ -27,7 +27,7 @@ _REFUSED = (
     (re.compile(r"layer_.*expert_.*_model_states\.pt|expp_rank_\d+_.*"), "mixture of experts with expert parallelism"),
 )
 # What the engine writes at the top level of model states; all else is the user's client state.
-_ENGINE_KEYS = frozenset(
+ENGINE_KEYS = frozenset(
     (
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
         "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
@@ -106,7 +106,7 @@ class ModelStates:
 
     def client_state(self) -> dict[str, Any]:
         """Return what the user's program put in."""
-        client = {key: value for key, value in self.content.items() if key not in _ENGINE_KEYS}
+        client = {key: value for key, value in self.content.items() if key not in ENGINE_KEYS}
         return materialize(self.file, client)
 
     def plain(self, key: str) -> Any:

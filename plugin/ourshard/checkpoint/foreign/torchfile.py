@@ -28,7 +28,7 @@ _ENCRYPTED = 0x1
 _MAX_ENTRIES = 4_000_000
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """A part of a file that looks like a file of its own."""
 
     def __init__(self, file: io.FileIO, start: int, nbytes: int) -> None:
@@ -100,7 +100,7 @@ class TorchFile:
         """Return name without the archive's own prefix -> (entry, where the next one begins)."""
         try:
             with open(self.path, "rb", buffering=0) as file:
-                window = io.BufferedReader(_Window(file, self._start, self._nbytes))
+                window = io.BufferedReader(Window(file, self._start, self._nbytes))
                 with zipfile.ZipFile(window) as archive:
                     infos, directory = archive.infolist(), archive.start_dir
         except (
