@@ -29,7 +29,9 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 def _app(command: Callable[..., None], examples: str) -> typer.Typer:
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    app.command(no_args_is_help=True, help=f"{cleandoc(command.__doc__ or '')}\n\n{examples}")(command)
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    text = "\n\n".join([*(" ".join(paragraph.split("\n")) for paragraph in paragraphs), examples])
+    app.command(no_args_is_help=True, help=text)(command)
     return app
 
 

@@ -72,7 +72,7 @@ def verify(
     compared = 0
     if against is not None:
         for finding in compare(source, against, tolerance, advance):
-            compared += 1
+            compared += finding.ok is not None
             if finding.ok is not True:
                 findings.append(finding)
     return Verification(tuple(findings), files, checked, compared)
