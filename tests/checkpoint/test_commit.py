@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ourshard.checkpoint import commit
@@ -55,7 +56,9 @@ def newest_step(root: Path) -> int:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("action", [save_next, save_over])
 @pytest.mark.parametrize("power", ["kept", "lost"])
-def test_a_kill_at_every_write_flush_and_rename_leaves_the_newest_whole(tmp_path, world_size, action, power):
+def test_a_kill_at_every_write_flush_and_rename_leaves_the_newest_whole(
+    tmp_path: Path, world_size: int, action: Any, power: str
+) -> None:
     template = make_root(tmp_path / "template", world_size)
     runs = iter(range(100_000))
 
@@ -84,7 +87,7 @@ def test_a_kill_at_every_write_flush_and_rename_leaves_the_newest_whole(tmp_path
         assert not [path for path in root.iterdir() if path.name.startswith(".checkpoint")]
 
 
-def test_a_process_that_is_really_killed_leaves_the_newest_whole(tmp_path):
+def test_a_process_that_is_really_killed_leaves_the_newest_whole(tmp_path: Path) -> None:
     """The same with SIGKILL, at a few points of the commit."""
     program = textwrap.dedent(
         """
@@ -114,7 +117,7 @@ def test_a_process_that_is_really_killed_leaves_the_newest_whole(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_full_or_broken_disk_fails_the_save_and_leaves_the_last_one(tmp_path, number):
+def test_a_full_or_broken_disk_fails_the_save_and_leaves_the_last_one(tmp_path: Path, number: int) -> None:
     root = make_root(tmp_path / "out", 2)
     whole_run = CrashIO()
     save_next(make_root(tmp_path / "count", 2), 2, whole_run)
@@ -131,14 +134,14 @@ def test_a_full_or_broken_disk_fails_the_save_and_leaves_the_last_one(tmp_path, 
     assert not (root / "checkpoint-4").exists()
 
 
-def test_an_existing_checkpoint_is_not_written_over_unless_asked(tmp_path):
+def test_an_existing_checkpoint_is_not_written_over_unless_asked(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", OLD, 1)
     with pytest.raises(FileExistsError, match="exists; a checkpoint is not written over"):
         save(tmp_path / "checkpoint-3", NEW, 1)
     assert_loads(tmp_path / "checkpoint-3", OLD)
 
 
-def test_resume_skips_what_is_not_complete_and_says_why(tmp_path):
+def test_resume_skips_what_is_not_complete_and_says_why(tmp_path: Path) -> None:
     for step in (1, 2, 10, 11, 12):
         save(tmp_path / f"checkpoint-{step}", OLD, 2, description=describe(2, step))
     commit.begin(tmp_path / "checkpoint-13")
@@ -159,7 +162,7 @@ def test_resume_skips_what_is_not_complete_and_says_why(tmp_path):
     assert commit.newest_complete(tmp_path / "nothing").path is None
 
 
-def test_verify_finds_the_newest_whose_hashes_are_right(tmp_path):
+def test_verify_finds_the_newest_whose_hashes_are_right(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / f"checkpoint-{step}", OLD, 1)
     shard = next((tmp_path / "checkpoint-2" / "optimizer" / "exp_avg").glob("shard-*"))
@@ -170,7 +173,7 @@ def test_verify_finds_the_newest_whose_hashes_are_right(tmp_path):
     assert commit.newest_complete(tmp_path, verify=True).path == tmp_path / "checkpoint-1"
 
 
-def test_retention_keeps_the_newest_good_ones_and_never_the_last_one_goes(tmp_path):
+def test_retention_keeps_the_newest_good_ones_and_never_the_last_one_goes(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path / f"checkpoint-{step}", OLD, 1)
     (tmp_path / "checkpoint-4" / "ourshard.json").unlink()
@@ -186,6 +189,6 @@ def test_retention_keeps_the_newest_good_ones_and_never_the_last_one_goes(tmp_pa
 @pytest.mark.parametrize(
     "name", ["../x", "/etc/passwd", "a/../../b", "", ".", "a//b", "C:\\x", "..\\x", "a\0b", "\\\\host\\x"]
 )
-def test_names_that_lead_outside_are_refused(tmp_path, name):
+def test_names_that_lead_outside_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="not a name inside"):
         inside(tmp_path, name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-def test_a_run_that_is_a_box_comes_back_from_its_box(shape, data):
+def test_a_run_that_is_a_box_comes_back_from_its_box(shape: Any, data: Any) -> None:
     starts = tuple(data.draw(st.integers(0, max(0, length - 1))) for length in shape)
     sizes = tuple(data.draw(st.integers(0, length - start)) for length, start in zip(shape, starts, strict=True))
     try:
@@ -33,7 +35,7 @@ def test_a_run_that_is_a_box_comes_back_from_its_box(shape, data):
 
 
 @given(SHAPES, st.data())
-def test_a_box_that_is_no_run_is_refused(shape, data):
+def test_a_box_that_is_no_run_is_refused(shape: Any, data: Any) -> None:
     numel = math.prod(shape)
     starts = tuple(data.draw(st.integers(0, max(0, length - 1))) for length in shape)
     sizes = tuple(
@@ -55,12 +57,12 @@ def test_a_box_that_is_no_run_is_refused(shape, data):
 
 
 @pytest.mark.parametrize(("starts", "sizes"), [((0,), (2,)), ((0, 0), (4, 2)), ((-1, 0), (1, 2)), ((0, 1), (2, 2))])
-def test_a_box_outside_of_its_tensor_is_refused(starts, sizes):
+def test_a_box_outside_of_its_tensor_is_refused(starts: Any, sizes: Any) -> None:
     with pytest.raises(ValueError, match="no run of elements"):
         run_of((3, 2), starts, sizes)
 
 
-def test_only_the_bytes_of_the_elements_asked_for_are_read(tmp_path):
+def test_only_the_bytes_of_the_elements_asked_for_are_read(tmp_path: Path) -> None:
     values = torch.arange(24, dtype=torch.int32)
     (tmp_path / "a").write_bytes(values[:10].numpy().tobytes())
     (tmp_path / "b").write_bytes(values[10:].numpy().tobytes())
@@ -79,7 +81,7 @@ def test_only_the_bytes_of_the_elements_asked_for_are_read(tmp_path):
     pool.close()
 
 
-def test_a_missing_piece_is_named_by_its_rows_before_memory_is_taken(tmp_path):
+def test_a_missing_piece_is_named_by_its_rows_before_memory_is_taken(tmp_path: Path) -> None:
     info = TensorInfo(TensorKey(PARAM, "w"), (1 << 40, 4), torch.float64)
     pieces = [Piece("a", 0, 8, 0, 64)]
     assert gaps_of(info, pieces) == [(8, 1 << 42)]
@@ -87,7 +89,7 @@ def test_a_missing_piece_is_named_by_its_rows_before_memory_is_taken(tmp_path):
         read_run(FilePool(tmp_path), info, pieces, 0, info.numel)
 
 
-def test_a_file_that_is_too_short_is_named_with_the_rows(tmp_path):
+def test_a_file_that_is_too_short_is_named_with_the_rows(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(60))
     info = TensorInfo(TensorKey(PARAM, "w"), (8, 2), torch.float32)
     pool = FilePool(tmp_path)

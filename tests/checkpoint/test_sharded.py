@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.checkpoint.making import assert_holds, assert_loads, boxes_on, descri
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-def test_what_any_world_wrote_is_read_back_bit_for_bit(tmp_path, world_size):
+def test_what_any_world_wrote_is_read_back_bit_for_bit(tmp_path: Path, world_size: int) -> None:
     state = make_state()
     save(tmp_path / "step-3", state, world_size)
     assert_loads(tmp_path / "step-3", state)
@@ -25,7 +26,7 @@ def test_what_any_world_wrote_is_read_back_bit_for_bit(tmp_path, world_size):
 
 @pytest.mark.parametrize("saved", [1, 3, 5])
 @pytest.mark.parametrize("loaded", [1, 2, 4])
-def test_each_rank_of_another_world_reads_its_own_runs(tmp_path, saved, loaded):
+def test_each_rank_of_another_world_reads_its_own_runs(tmp_path: Path, saved: int, loaded: int) -> None:
     state = make_state(1, torch.bfloat16)
     save(tmp_path / "c", state, saved)
     seen: dict[TensorKey, list[bool]] = {key: [] for key in state}
@@ -39,7 +40,7 @@ def test_each_rank_of_another_world_reads_its_own_runs(tmp_path, saved, loaded):
     assert all(seen.values())
 
 
-def test_a_rank_that_loads_its_own_layout_opens_its_own_files_only(tmp_path):
+def test_a_rank_that_loads_its_own_layout_opens_its_own_files_only(tmp_path: Path) -> None:
     state = {key: tensor for key, tensor in make_state().items() if tensor.dim() and key.kind != BUFFER}
     save(tmp_path / "c", state, 3)
     with ShardedSource(tmp_path / "c") as source:
@@ -54,7 +55,7 @@ def test_a_rank_that_loads_its_own_layout_opens_its_own_files_only(tmp_path):
     assert set(opened) <= own
 
 
-def test_all_that_is_no_tensor_comes_back_equal(tmp_path):
+def test_all_that_is_no_tensor_comes_back_equal(tmp_path: Path) -> None:
     description = describe(2)
     save(tmp_path / "c", make_state(), 2, description=description)
     with ShardedSource(tmp_path / "c") as source:
@@ -73,14 +74,14 @@ def test_all_that_is_no_tensor_comes_back_equal(tmp_path):
         assert source.rank_state(2) == {}
 
 
-def test_steps_are_in_the_manifest_once_and_in_no_file(tmp_path):
+def test_steps_are_in_the_manifest_once_and_in_no_file(tmp_path: Path) -> None:
     save(tmp_path / "c", make_state(), 2)
     body = json.loads((tmp_path / "c" / NAME).read_bytes())["body"]
     assert [group["value"] for group in body["scalars"]["step"]] == [3.0]
     assert not (tmp_path / "c" / "optimizer" / "step").exists()
 
 
-def test_a_second_piece_of_a_tensor_goes_to_a_second_file(tmp_path):
+def test_a_second_piece_of_a_tensor_goes_to_a_second_file(tmp_path: Path) -> None:
     whole = torch.arange(20.0).reshape(10, 2)
     key = TensorKey(PARAM, "w")
     temporary = commit.begin(tmp_path / "c")
@@ -93,7 +94,7 @@ def test_a_second_piece_of_a_tensor_goes_to_a_second_file(tmp_path):
     assert_loads(tmp_path / "c", {key: whole})
 
 
-def test_special_values_keep_their_bits(tmp_path):
+def test_special_values_keep_their_bits(tmp_path: Path) -> None:
     state = {
         TensorKey(PARAM, "w"): torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
         TensorKey("step", "w"): torch.tensor(float("inf")),
@@ -106,7 +107,7 @@ def test_special_values_keep_their_bits(tmp_path):
     assert_loads(tmp_path / "c", state)
 
 
-def test_four_thousand_one_row_tensors_save_and_load_in_under_a_second_each(tmp_path):
+def test_four_thousand_one_row_tensors_save_and_load_in_under_a_second_each(tmp_path: Path) -> None:
     state = {TensorKey(PARAM, f"layers.{index}.gain"): torch.randn(1, 8) for index in range(4000)}
     boxes = {key: LocalBox((1, 8), tensor) for key, tensor in state.items()}
     began = time.perf_counter()
@@ -122,7 +123,7 @@ def test_four_thousand_one_row_tensors_save_and_load_in_under_a_second_each(tmp_
     assert loaded - saved < 1, f"loading took {loaded - saved:.2f} s"
 
 
-def test_a_slice_that_is_not_what_its_place_needs_is_refused_by_the_writer():
+def test_a_slice_that_is_not_what_its_place_needs_is_refused_by_the_writer() -> None:
     """CASES A01: a placeholder or a flat slice never becomes a file."""
     for shape, tensor, starts in [
         ((4, 3), torch.zeros(12), None),
@@ -136,7 +137,7 @@ def test_a_slice_that_is_not_what_its_place_needs_is_refused_by_the_writer():
         LocalBox((4, 3), torch.zeros(3, 4).T)
 
 
-def test_a_save_with_a_hole_or_a_double_or_without_a_rank_is_not_committed(tmp_path):
+def test_a_save_with_a_hole_or_a_double_or_without_a_rank_is_not_committed(tmp_path: Path) -> None:
     key = TensorKey(PARAM, "w")
     cases = {
         "no rank wrote rows 2:3": [(0, 2), (3, 5)],
@@ -153,7 +154,7 @@ def test_a_save_with_a_hole_or_a_double_or_without_a_rank_is_not_committed(tmp_p
         assert not (tmp_path / "c").exists()
 
 
-def test_ranks_that_disagree_on_a_shape_or_a_step_are_named(tmp_path):
+def test_ranks_that_disagree_on_a_shape_or_a_step_are_named(tmp_path: Path) -> None:
     temporary = commit.begin(tmp_path / "c")
     ShardWriter(temporary, 0, 2).write({TensorKey("step", "w"): LocalBox((), torch.tensor(3.0))})
     ShardWriter(temporary, 1, 2).write({TensorKey("step", "w"): LocalBox((), torch.tensor(4.0))})
@@ -166,7 +167,7 @@ def test_ranks_that_disagree_on_a_shape_or_a_step_are_named(tmp_path):
         commit.assemble(temporary, Description(world_size=2))
 
 
-def test_nodes_with_disks_of_their_own_load_what_is_there_and_name_what_is_not(tmp_path):
+def test_nodes_with_disks_of_their_own_load_what_is_there_and_name_what_is_not(tmp_path: Path) -> None:
     """CASES A16: one manifest for each node, self-sufficient, and the gap is said."""
     state = {key: tensor for key, tensor in make_state().items() if tensor.dim() and key.kind != BUFFER}
     save(tmp_path / "node0" / "c", state, 4, ranks=[0, 1])
@@ -186,7 +187,7 @@ def test_nodes_with_disks_of_their_own_load_what_is_there_and_name_what_is_not(t
     assert_loads(tmp_path / "node0" / "c", state)
 
 
-def test_a_checkpoint_is_found_from_its_folder_the_one_above_and_its_manifest(tmp_path):
+def test_a_checkpoint_is_found_from_its_folder_the_one_above_and_its_manifest(tmp_path: Path) -> None:
     state = make_state()
     save(tmp_path / "checkpoint-3" / "ourshard_0", state, 2)
     inner = tmp_path / "checkpoint-3" / "ourshard_0"
@@ -196,7 +197,7 @@ def test_a_checkpoint_is_found_from_its_folder_the_one_above_and_its_manifest(tm
             assert_holds(source, state)
 
 
-def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path):
+def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint of a known format.*ourshard.json.*model.safetensors"):
         detect(tmp_path)

@@ -44,7 +44,12 @@ class ShardedSource(Source):
         self.description = replace(
             self.manifest.description, files=companions(path), oddities=tuple(_oddities(self.manifest))
         )
-        self._pieces = self.manifest.pieces()
+        try:
+            self._pieces = self.manifest.pieces()
+            if not _absent_ranks(self.manifest):
+                self._refuse_gaps()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path / NAME}: {error}") from error
         self._pool = FilePool(path, {record.path: record.nbytes for record in self.manifest.files})
         self._unchecked = {piece for pieces in self._pieces.values() for piece in pieces} if verify_reads else set()
 
@@ -112,12 +117,15 @@ class ShardedSource(Source):
                 raise CheckpointError(f"{path} is missing")
             if path.stat().st_size != record.nbytes:
                 raise CheckpointError(f"{path} is cut off: {path.stat().st_size} bytes, written were {record.nbytes}")
-        for problem in self._gaps():
-            raise CheckpointError(problem)
+        self._refuse_gaps()
 
     def close(self) -> None:
         """Close the files."""
         self._pool.close()
+
+    def _refuse_gaps(self) -> None:
+        for problem in self._gaps():
+            raise CheckpointError(problem)
 
     def _gaps(self) -> Iterator[str]:
         for key, info in self.manifest.tensors.items():
