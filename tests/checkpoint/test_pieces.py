@@ -71,7 +71,7 @@ def test_only_the_bytes_of_the_elements_asked_for_are_read(tmp_path: Path) -> No
     reads: list[tuple[str, int, int]] = []
 
     class Watched(FilePool):
-        def read_into(self, name, begin, target):
+        def read_into(self, name: str, begin: int, target: memoryview) -> None:
             reads.append((name, begin, target.nbytes))
             super().read_into(name, begin, target)
 

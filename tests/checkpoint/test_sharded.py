@@ -46,7 +46,12 @@ def test_a_rank_that_loads_its_own_layout_opens_its_own_files_only(tmp_path: Pat
     with ShardedSource(tmp_path / "c") as source:
         opened = []
         pool_open = source._pool._open_checked
-        source._pool._open_checked = lambda name: opened.append(name) or pool_open(name)  # type: ignore[method-assign]
+
+        def watched(name: str) -> int:
+            opened.append(name)
+            return pool_open(name)
+
+        source._pool._open_checked = watched  # type: ignore[method-assign]
         for key, boxes in boxes_on(state, 1, 3).items():
             for box in boxes:
                 source.read_run(key, *box.run())
