@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ourshard.runtime.control import Control
+from ourshard.runtime.control import Control, all_gather_flat
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Axis
+
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as all_gather_flat
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,7 +32,7 @@ class Collectives:
             return
         self._count("all_gather", axis, whole.nbytes * (axis.size - 1) // axis.size)
         with self.control.waiting(f"gather of {label}"):
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(segment), group=axis.group)
+            all_gather_flat(_bytes(whole), _bytes(segment), group=axis.group)
 
     def reduce_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
         """Sum `whole` over the axis; leave this rank's part of the sum in `segment`, which is part of `whole`."""
@@ -38,7 +40,7 @@ class Collectives:
             return
         self._count("reduce_scatter", axis, whole.nbytes * (axis.size - 1) // axis.size)
         with self.control.waiting(f"reduce of {label}"):
-            dist.reduce_scatter_tensor(segment, whole, group=axis.group)
+            reduce_scatter_flat(segment, whole, group=axis.group)
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, label: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM

@@ -32,6 +32,9 @@ logger = logging.getLogger("ourshard")
 REPORT_AFTER = 4.0  # seconds a rank waits before it tells the others what for
 _LABEL_BYTES = 192
 
+# torch 2.13 renamed it, and warns at the old name on every start.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class DesyncError(RuntimeError):
     """Ranks are about to do different things; the message says which rank does what."""
@@ -139,7 +142,7 @@ class Control:
         mine = torch.zeros(_LABEL_BYTES, dtype=torch.uint8)
         mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else mine[:0]
         whole = torch.empty(self.world * _LABEL_BYTES, dtype=torch.uint8)
-        self._wait(dist.all_gather_into_tensor(whole, mine, group=self.group, async_op=True), f"agreement on: {label}")
+        self._wait(all_gather_flat(whole, mine, group=self.group, async_op=True), f"agreement on: {label}")
         rows = whole.view(self.world, _LABEL_BYTES)
         return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
