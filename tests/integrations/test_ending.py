@@ -1,0 +1,104 @@
+"""A failing rank ends the job in seconds, and its traceback is the last in the log (CASES.md, D05)."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ourshard.integrations.ending import about_a_lost_connection
+
+from tests.commands import free_port, launch, run_cli
+
+FAILING = """
+import time
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+for step in range(5):
+    if step == 3 and accelerator.process_index == 1:
+        print(f"FAILS {time.time()}", flush=True)
+        raise KeyError("batch 42 is bad")
+    model(torch.ones(2, 64)).sum().backward()
+"""
+
+# Trains, and leaves without a word to the process group.
+LEAVING = """
+import atexit
+import torch
+import torch.distributed as dist
+atexit.register(lambda: print("DESTROYED", not dist.is_initialized(), flush=True))
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(64, 64))
+model(torch.ones(2, 64)).sum().backward()
+"""
+
+LAUNCHERS = """
+import sys
+import torch
+from accelerate import Accelerator, {launcher}
+import ourshard
+
+def train(*args):
+    accelerator = Accelerator()
+    model, start = torch.nn.Linear(64, 64), torch.arange(64.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(start + accelerator.process_index).sum())
+    optimizer.step()
+    stage = ourshard.engine_of(model).config.stage
+    print("TRAINED", type(accelerator).__name__, accelerator.num_processes, stage, flush=True)
+
+if __name__ == "__main__":
+    ourshard.enable({{"stage": 2}})
+    {launcher}(train, num_processes=2{port})
+"""
+
+
+@pytest.mark.ranks
+def test_the_first_traceback_is_the_last_in_the_log_and_all_ranks_end_in_seconds(tmp_path: Path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    result = launch(script, check=False)
+    ended = time.time()
+    assert result.returncode == 1
+    failed = float(re.search(r"FAILS ([\d.]+)", result.stdout)[1])
+    assert ended - failed < 10
+    last = result.stderr[result.stderr.rindex("Root Cause") :]
+    assert "rank      : 1" in last
+    assert 'raise KeyError("batch 42 is bad")' in last
+    assert "KeyError: 'batch 42 is bad'" in last
+    assert result.stderr.count("[rank0]: Traceback") == 0
+
+
+@pytest.mark.ranks
+def test_a_script_that_just_ends_leaves_its_process_group(tmp_path: Path):
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING)
+    assert launch(script).stdout.count("DESTROYED True") == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("launcher", ["debug_launcher", "notebook_launcher"])
+def test_a_launcher_that_forks_runs_sharded_ranks(tmp_path: Path, launcher: str):
+    script = tmp_path / "forking.py"
+    port = f", use_port='{free_port()}'" if launcher == "notebook_launcher" else ""
+    script.write_text(LAUNCHERS.format(launcher=launcher, port=port))
+    assert run_cli([sys.executable, script]).stdout.count("TRAINED ShardAccelerator 2 2") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (ConnectionResetError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyError("gloo"), False),
+    ],
+)
+def test_only_errors_about_connections_count_as_caused_by_another_rank(error: Exception, lost: bool):
+    assert about_a_lost_connection(error) is lost
