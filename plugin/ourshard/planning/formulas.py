@@ -1,0 +1,99 @@
+"""The formulas of the planner, each with its source. Seconds, bytes, elements.
+
+Bytes on the wire are in `wire.py`, the layout of lanes is the runtime's own, and activations and FLOPs are counted on a
+fake run (`trace.py`); what is left is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ourshard.planning.hardware import Hardware
+from ourshard.planning.wire import ring_nbytes
+
+# Latencies of NCCL's own cost model for the ring algorithm and the Simple protocol (NCCL 2.27, src/graph/tuning.cc,
+# `baseLatencies` and `hwLatencies`): once a collective, and for each step that stays in a node or leaves it.
+BASE_SECONDS = 8.4e-6
+LINK_STEP_SECONDS = 3.4e-6
+NETWORK_STEP_SECONDS = 14.0e-6
+
+# A kernel that moves next to nothing still takes this long on the device (launch and drain).
+SMALLEST_KERNEL_SECONDS = 2.0e-6
+
+
+class Reach(Enum):
+    """How much of the hardware's rates is reached: the ends of what was measured, and their middle."""
+
+    WORST = "worst"
+    MIDDLE = "middle"
+    BEST = "best"
+
+    def of(self, span: tuple[float, float]) -> float:
+        low, high = span
+        return {"worst": low, "middle": (low + high) / 2, "best": high}[self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of one collective: how many, and how many of them share a node."""
+
+    ranks: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.per_node)
+
+
+def ring_seconds(whole_nbytes: int, group: Group, hardware: Hardware, reach: Reach) -> float:
+    """Return the time of an all-gather or reduce-scatter of `whole_nbytes`; an all-reduce takes two.
+
+    A ring passes b (n - 1) / n bytes over each link (Thakur et al., 2005). NCCL lays one ring through each network card
+    of a node, so that a link between nodes carries the part of one of the `per_node` ranks. The slower kind of link
+    decides, and each of the n - 1 steps adds its latency (NCCL, src/graph/tuning.cc).
+    """
+    if group.ranks == 1 or whole_nbytes == 0:
+        return 0.0
+    sent = ring_nbytes(whole_nbytes, group.ranks)
+    inside = sent / (hardware.link_rate * reach.of(hardware.link_reach)) if group.per_node > 1 else 0.0
+    between = sent / group.per_node / (hardware.network_rate * reach.of(hardware.link_reach))
+    outer_steps = group.nodes - 1
+    inner_steps = group.ranks - 1 - outer_steps
+    latency = BASE_SECONDS + inner_steps * LINK_STEP_SECONDS + outer_steps * NETWORK_STEP_SECONDS
+    return latency + max(inside, between if group.nodes > 1 else 0.0)
+
+
+def kernel_seconds(flops: int, nbytes: int, hardware: Hardware, reach: Reach) -> float:
+    """Return the device time of one kernel: the longer of computing and moving (Williams et al., 2009, "Roofline")."""
+    computing = flops / (hardware.flops * reach.of(hardware.matmul_reach))
+    moving = nbytes / (hardware.memory_rate * reach.of(hardware.memory_reach))
+    return max(computing, moving, SMALLEST_KERNEL_SECONDS)
+
+
+def copy_seconds(nbytes: int, hardware: Hardware, reach: Reach) -> float:
+    """Return the time to read and write `nbytes` of device memory, both counted."""
+    return nbytes / (hardware.memory_rate * reach.of(hardware.memory_reach))
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps and moves for each element that it steps, as multiples of the master's size."""
+
+    states: float  # kept between steps
+    moved: float  # read and written in a step, gradient and master included
+
+
+# AdamW keeps two moments; a fused step reads master, gradient and moments, and writes all but the gradient. SGD with
+# momentum keeps one buffer; plain SGD none.
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": Optimizer(states=2, moved=7),
+    "momentum": Optimizer(states=1, moved=5),
+    "sgd": Optimizer(states=0, moved=3),
+}
+
+
+def checkpoint_nbytes(store_nbytes: int, optimizer: Optimizer) -> int:
+    """Return the bytes of a sharded checkpoint: masters and optimizer state, each element once."""
+    return int(store_nbytes * (1 + optimizer.states))

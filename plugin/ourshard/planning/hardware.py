@@ -1,0 +1,98 @@
+"""Machines as numbers: what a vendor's data sheet says of a GPU, and how much of it was reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ourshard.config import nearest
+
+GB = 10**9
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The machines of a run. Rates are bytes or operations a second, of one GPU and in one direction."""
+
+    name: str
+    gpus: int  # ranks over all nodes
+    gpus_per_node: int
+    memory: int  # bytes that a process can allocate on a GPU
+    flops: float  # of 16-bit matrix products
+    memory_rate: float  # of device memory, read and written
+    link_rate: float  # to the other GPUs of a node
+    network_rate: float  # to other nodes
+    host_rate: float  # to host memory
+    host_memory: int = 512 * GIB  # bytes of a node
+    disk_rate: float = 3.0 * GB  # of a node's local disk, written or read
+    host_adam_rate: float = 2.0e9  # optimizer elements a second that the cores of one rank step
+    # What was reached of the rates above, worst and best: docs/numbers.md says where it was measured.
+    matmul_reach: tuple[float, float] = (0.62, 0.80)
+    memory_reach: tuple[float, float] = (0.75, 0.92)
+    link_reach: tuple[float, float] = (0.60, 0.80)
+    kernel_seconds: float = 6e-6  # host time to start one kernel from Python
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.gpus_per_node < 1:
+            raise ValueError(f"hardware: {self.gpus} GPUs, {self.gpus_per_node} a node; both must be 1 or more.")
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise ValueError(f"hardware: {self.gpus} GPUs do not fill nodes of {self.gpus_per_node}.")
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.gpus / self.gpus_per_node)
+
+    def replace(self, **changes: object) -> Hardware:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sheet:
+    """A data sheet: dense bf16 without sparsity; links in one direction."""
+
+    memory_gb: float
+    tflops: float
+    memory_tb: float  # TB/s of device memory
+    link_gb: float  # GB/s to the GPUs of the node: NVLink, or PCIe where there is none
+    network_gb: float  # GB/s of the network card beside the GPU, as in the vendor's own machine
+    host_gb: float  # GB/s of PCIe
+
+
+_SHEETS: Mapping[str, _Sheet] = {
+    "b200": _Sheet(192, 2250, 8.0, 900, 50, 64),
+    "h200": _Sheet(151, 989, 4.8, 450, 50, 64),
+    "h100": _Sheet(85, 989, 3.35, 450, 50, 64),
+    "a100": _Sheet(85, 312, 2.039, 300, 25, 32),
+    "a100-40": _Sheet(42, 312, 1.555, 300, 25, 32),
+    "l40s": _Sheet(48, 362, 0.864, 32, 25, 32),
+    "rtx4090": _Sheet(25, 165, 1.008, 32, 12.5, 32),
+}
+# The driver, the CUDA context and the reserve of the allocator take the rest.
+_USABLE = 0.97
+
+
+def hardware_of(name: str, gpus: int, nodes: int = 1) -> Hardware:
+    """Return `gpus` GPUs of a known kind, spread over `nodes`.
+
+    Raises:
+        ValueError: the kind is unknown (the nearest name is given), or the GPUs do not fill the nodes.
+    """
+    if name.lower() not in _SHEETS:
+        raise ValueError(f"--gpu: {name!r} is not known.{nearest(name.lower(), _SHEETS)}")
+    if nodes < 1 or gpus % nodes:
+        raise ValueError(f"hardware: {gpus} GPUs do not fill {nodes} nodes.")
+    sheet = _SHEETS[name.lower()]
+    return Hardware(
+        name=name.lower(),
+        gpus=gpus,
+        gpus_per_node=gpus // nodes,
+        memory=int(sheet.memory_gb * GB * _USABLE),
+        flops=sheet.tflops * 1e12,
+        memory_rate=sheet.memory_tb * 1e12,
+        link_rate=sheet.link_gb * GB,
+        network_rate=sheet.network_gb * GB,
+        host_rate=sheet.host_gb * GB,
+    )

@@ -1,0 +1,374 @@
+"""A step of a rank without data: what it computes, sends, holds and lets go, in the order of the runtime.
+
+Note [Rehearsal]
+The order of gathers and reductions is the runtime's own: its `Schedule` runs here, with nobody to agree with. Around
+it this file follows `unit.py`, `lane.py` and `engine.py` in one respect each: when a unit is whole, which buffers a
+lane holds, and what the phases open and close. A test compares the result with the ledger and the trace of real ranks,
+so that the two can't drift apart unseen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from ourshard.config import Accumulate, ShardConfig
+from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
+from ourshard.planning.trace import Visit
+from ourshard.planning.wire import all_reduce_nbytes, ring_nbytes
+from ourshard.runtime.ledger import Kind
+from ourshard.runtime.placement import At
+from ourshard.runtime.schedule import Action, Event, Schedule
+
+BUFFERS_IN_FLIGHT = 2  # units whose reductions may be under way: `Engine.keep_until_reduced`, on GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """Ranks on each axis of the mesh."""
+
+    shard: int
+    replicate: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.shard * self.replicate
+
+    def of(self, axis: str) -> int:
+        return {"shard": self.shard, "replicate": self.replicate, "world": self.world}[axis]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of one lane."""
+
+    name: str  # all_gather, reduce_scatter or all_reduce
+    axis: str
+    whole_nbytes: int  # of the buffer that all ranks together fill or reduce
+
+    def wire_nbytes(self, ranks: int) -> int:
+        """Bytes that one rank sends, rounded as the ledger does."""
+        ring = all_reduce_nbytes if self.name == "all_reduce" else ring_nbytes
+        return ring(self.whole_nbytes, ranks)
+
+
+class Does(Enum):
+    """What a move is."""
+
+    GATHER = "gather"  # start to bring a unit's parameters in, on the gather stream
+    REDUCE = "reduce"  # start to reduce a unit's gradients, on the reduce stream
+    USE = "use"  # compute waits for the unit's gather
+    COMPUTE = "compute"  # a visit of the fake run
+    COPY = "copy"  # compute copies `nbytes` (read and written)
+    BOUND = "bound"  # compute waits for all but the newest reductions
+    JOIN = "join"  # compute waits for everything
+    STEP = "step"  # the optimizer steps `nbytes` of masters
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One thing that a rank does, and what it holds from then on, in bytes by kind."""
+
+    does: Does
+    unit: int
+    held: dict[Kind, int]
+    in_flight: int = 0  # bytes of whole gradients that backward made and the runtime has not taken
+    collectives: tuple[Collective, ...] = ()
+    nbytes: int = 0
+    visit: Visit | None = None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The buffers of one lane that come and go."""
+
+    planned: PlannedLane
+    arriving: int = 0  # bytes; 0 when there is none
+    gradient: bool = False
+
+
+@dataclass(slots=True)
+class _Unit:
+    """The state of one unit, as `runtime.unit.Unit` has it."""
+
+    planned: PlannedUnit
+    index: int
+    lanes: list[_Lane]
+    whole: bool = False
+    is_ahead: bool = False
+    held: bool = False
+    running: bool = False
+    reduced: bool = False
+    in_flight: int = 0
+
+
+class _Nobody:
+    """Stands for the other ranks, which agree to everything."""
+
+    world = 2
+
+    def agree(self, label: str) -> None:
+        """Agree."""
+
+
+@dataclass
+class Rehearsal:
+    """A step of `planned` on one rank: Note [Rehearsal]. `visits` are of one micro-batch."""
+
+    planned: PlannedModel
+    config: ShardConfig
+    mesh: MeshSizes
+    visits: Sequence[Visit]
+    micro_batches: int = 1
+    clip: bool = True
+    buffers_in_flight: int = BUFFERS_IN_FLIGHT  # 1 on a CPU, where a reduction is over when it is issued
+    moves: list[Move] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)  # gathers and reductions, as the ledger's trace writes them
+
+    def __post_init__(self) -> None:
+        self._units = [
+            _Unit(unit, index, [_Lane(lane) for lane in unit.lanes]) for index, unit in enumerate(self.planned.units)
+        ]
+        self._root = self._units[-1]
+        self._backward = False
+        self._sync = True
+        self._pending = 0  # reductions that compute has not waited for
+        self._held: Counter[Kind] = Counter(_at_rest(self.planned.lanes))
+        nobody: Any = _Nobody()
+        units: Any = [unit.planned for unit in self._units]
+        self._schedule = Schedule(nobody, units, self._perform)
+
+    # ---- the step ------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Move]:
+        """Run one optimizer step and return its moves; the first one records, the later ones follow the record."""
+        self.moves, self.order = [], []
+        for number in range(self.micro_batches):
+            self._sync = number == self.micro_batches - 1
+            self._forward()
+            self._run_backward()
+        self._optimize()
+        return self.moves
+
+    def settled(self) -> list[Move]:
+        """Return the moves of a step after the first two, when buffers and the order have settled."""
+        self.step()
+        self.step()
+        return self.step()
+
+    def _forward(self) -> None:
+        for unit in self._units:
+            if any(lane.planned.placement.whole and not lane.planned.direct for lane in unit.lanes):
+                unit.whole = False
+        self._schedule.begin(("forward", True), self.config.prefetch.forward)
+        self._require(self._root)
+        self._root.held = True
+        for visit in self._visits(backward=False):
+            unit = self._units[visit.unit]
+            if unit is not self._root:
+                self._require(unit)
+            self._move(Does.COMPUTE, unit, visit=visit)
+            if unit is not self._root and self.config.reshard_after_forward:
+                self._release(unit)
+        self._schedule.end()
+
+    def _run_backward(self) -> None:
+        self._backward = True
+        for unit in self._units:
+            unit.reduced = False
+        self._schedule.begin(("backward", self._sync), self.config.prefetch.backward)
+        for visit in self._visits(backward=True):
+            unit = self._units[visit.unit]
+            if not unit.running:
+                self._require(unit)
+                unit.running = True
+            unit.in_flight = sum(_leaf_nbytes(lane.planned) for lane in unit.lanes)
+            self._move(Does.COMPUTE, unit, visit=visit)
+            if unit is not self._root and visit.bounded:
+                self._leave(unit)
+        for unit in reversed(self._units):
+            self._finish(unit)
+        self._schedule.end()
+        self._backward = False
+        self._pending = 0
+        self._move(Does.JOIN, self._root)
+        for unit in self._units:
+            unit.held = unit.running = False
+            self._release(unit)
+
+    def _visits(self, backward: bool) -> Iterable[Visit]:
+        return (visit for visit in self.visits if visit.backward is backward)
+
+    def _leave(self, unit: _Unit) -> None:
+        """Follow `Unit.after_backward`."""
+        unit.running = False
+        if self._reduces_now(unit):
+            self._schedule.need(Action.REDUCE, unit)  # type: ignore[arg-type]  # the schedule asks only for `index`
+        else:
+            self._put_aside(unit)
+        self._release(unit)
+
+    def _finish(self, unit: _Unit) -> None:
+        """Follow the loop of `Engine.finish_backward`."""
+        if self._reduces_now(unit) and (not unit.reduced or unit.in_flight):
+            self._schedule.need(Action.REDUCE, unit)  # type: ignore[arg-type]
+        else:
+            self._put_aside(unit)
+
+    def _optimize(self) -> None:
+        lanes = [lane for lane in self.planned.lanes if lane.trainable]
+        masters = sum(lane.master_nbytes for lane in lanes)
+        if self.clip:  # the norm reads every gradient, the scaling reads and writes it
+            self._move(Does.COPY, self._root, nbytes=3 * masters)
+        self._move(Does.STEP, self._root, nbytes=masters)
+        for unit in self._units:
+            if any(not lane.direct for lane in unit.planned.lanes):
+                unit.whole = False
+        for unit in (self._root, *self._units[:-1]):
+            if not unit.planned.sharded:
+                self._gather(unit)
+
+    # ---- whole parameters ----------------------------------------------------------------------------------
+
+    def _require(self, unit: _Unit) -> None:
+        """Follow `Unit.require`."""
+        if not unit.whole:
+            if unit.planned.sharded:
+                self._schedule.need(Action.GATHER, unit)  # type: ignore[arg-type]
+            else:
+                self._gather(unit)
+        elif unit.planned.sharded:
+            self._schedule.passed(unit)  # type: ignore[arg-type]
+        unit.is_ahead = False
+        self._move(Does.USE, unit)
+
+    def _perform(self, event: Event) -> None:
+        unit = self._units[event.unit]
+        self.order.append(f"{event.action.value} {unit.planned.label}")
+        if event.action is Action.GATHER:
+            self._gather(unit)
+        else:
+            self._reduce(unit)
+
+    def _gather(self, unit: _Unit) -> None:
+        if unit.whole:
+            return
+        unit.whole = unit.is_ahead = True
+        self._held[Kind.SLOT] += unit.planned.slot_nbytes
+        calls = tuple(
+            Collective("all_gather", "shard", lane.full_nbytes)
+            for lane in unit.planned.lanes
+            if not lane.placement.whole and self.mesh.shard > 1
+        )
+        cast = sum(_cast_nbytes(lane) for lane in unit.planned.lanes)
+        self._move(Does.GATHER, unit, collectives=calls, nbytes=cast)
+
+    def _release(self, unit: _Unit) -> None:
+        """Follow `Unit.release`."""
+        if unit.held or not unit.whole or not unit.planned.sharded:
+            return
+        unit.whole = False
+        self._held[Kind.SLOT] -= unit.planned.slot_nbytes
+
+    # ---- gradients -----------------------------------------------------------------------------------------
+
+    def _reduces_now(self, unit: _Unit) -> bool:
+        return any(lane.planned.trainable and self._lane_reduces_now(lane.planned) for lane in unit.lanes)
+
+    def _lane_reduces_now(self, lane: PlannedLane) -> bool:
+        sharded = lane.placement.grads is At.SHARD and self.config.accumulate is Accumulate.SHARDED
+        return self._sync or sharded
+
+    def _put_aside(self, unit: _Unit) -> None:
+        if unit.in_flight:
+            for lane in unit.lanes:
+                self._take(unit, lane, reduce_next=False)
+            unit.in_flight = 0
+
+    def _take(self, unit: _Unit, lane: _Lane, reduce_next: bool) -> None:
+        """Follow `Lane.take_gradients`."""
+        planned = lane.planned
+        if not planned.trainable:
+            return
+        width = planned.reduce_nbytes if reduce_next or planned.direct else planned.store_nbytes
+        if not lane.arriving:
+            lane.arriving = planned.numel * width
+            self._held[_arriving_kind(planned)] += lane.arriving
+        self._move(Does.COPY, unit, nbytes=_leaf_nbytes(planned) + lane.arriving)
+
+    def _reduce(self, unit: _Unit) -> None:
+        """Follow `Unit.reduce` and `Lane.reduce`."""
+        unit.reduced = True
+        due = [lane for lane in unit.lanes if lane.planned.trainable and self._lane_reduces_now(lane.planned)]
+        for lane in unit.lanes:
+            self._take(unit, lane, reduce_next=lane in due)
+        unit.in_flight = 0
+        calls: list[Collective] = []
+        for lane in due:
+            calls += self._lane_reduction(lane)
+        summed = sum(_summed_nbytes(lane.planned) for lane in due)
+        self._move(Does.REDUCE, unit, collectives=tuple(calls), nbytes=summed)
+        self._pending += 1
+        if self._pending > self.buffers_in_flight:
+            self._move(Does.BOUND, unit)
+
+    def _lane_reduction(self, lane: _Lane) -> list[Collective]:
+        planned = lane.planned
+        nbytes = planned.numel * planned.reduce_nbytes
+        if not planned.direct:
+            self._held[_arriving_kind(planned)] -= lane.arriving
+            lane.arriving = 0
+            if not lane.gradient:
+                lane.gradient = True
+                self._held[Kind.GRADIENT] += planned.master_nbytes
+        if planned.placement.whole:
+            calls = [Collective("all_reduce", "world", nbytes)]
+        else:
+            calls = [Collective("reduce_scatter", "shard", nbytes)]
+            if self._sync:
+                calls.append(Collective("all_reduce", "replicate", planned.shard_numel * planned.reduce_nbytes))
+        return [call for call in calls if self.mesh.of(call.axis) > 1]
+
+    def _move(
+        self,
+        does: Does,
+        unit: _Unit,
+        collectives: tuple[Collective, ...] = (),
+        nbytes: int = 0,
+        visit: Visit | None = None,
+    ) -> None:
+        in_flight = sum(other.in_flight for other in self._units)
+        self.moves.append(Move(does, unit.index, dict(self._held), in_flight, collectives, nbytes, visit))
+
+
+def _at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
+    """Return what `Lane._make_buffers` holds."""
+    held: Counter[Kind] = Counter()
+    for lane in lanes:
+        if not lane.sharded:
+            held[Kind.MASTER if lane.direct else Kind.FULL] += lane.full_nbytes
+        if not lane.aliased:
+            held[Kind.MASTER] += lane.master_nbytes
+    return dict(held)
+
+
+def _arriving_kind(lane: PlannedLane) -> Kind:
+    return Kind.GRADIENT if lane.placement.grads is At.WHOLE else Kind.REDUCE
+
+
+def _leaf_nbytes(lane: PlannedLane) -> int:
+    """Bytes of the gradients that backward makes for a lane before the runtime takes them."""
+    return lane.used_numel * lane.compute_nbytes if lane.trainable and not lane.direct else 0
+
+
+def _cast_nbytes(lane: PlannedLane) -> int:
+    """Bytes read and written to bring this rank's master into the slot."""
+    return 0 if lane.aliased else lane.master_numel * (lane.store_nbytes + lane.compute_nbytes)
+
+
+def _summed_nbytes(lane: PlannedLane) -> int:
+    """Bytes read and written to add a reduced gradient to the one at rest."""
+    return 0 if lane.direct else lane.master_numel * (lane.reduce_nbytes + lane.store_nbytes)

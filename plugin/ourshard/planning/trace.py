@@ -1,0 +1,300 @@
+"""What a model computes in one forward and backward, found by running it on fake tensors: no weights, no device.
+
+Note [Fake run]
+The model runs under torch's `FakeTensorMode`: shapes, dtypes, views, autograd and what it saves are real, values are
+not. Every operation is seen on its way, so that
+* matmul FLOPs, bytes that kernels read and write, and the number of kernels are counted by unit and phase;
+* each new storage counts as held from its making to its end, which gives the activations that are alive at any
+  moment, temporaries included. Parameters are not counted, and neither are their gradients: they belong to the runtime,
+  whose buffers `memory.py` counts.
+Mixed precision is followed as CUDA's autocast does it (`autocast.py`), whatever device this machine has.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from ourshard.planning.autocast import CudaAutocast
+from ourshard.planning.operations import operation_flops
+
+_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
+# They make a storage and start no kernel.
+_ALLOCATIONS = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+
+
+class Kernel(NamedTuple):
+    """A kind of kernel: what one call computes and moves. `flops` is 0 for all but matrix products."""
+
+    flops: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One stretch of work of one unit: from its boundary to the next one."""
+
+    unit: int  # index among the units; the last is the root
+    backward: bool
+    kernels: Mapping[Kernel, int]  # how many of each kind
+    peak: int  # most bytes of activations alive at once during it, all units' together
+    alive: int  # bytes of activations alive at its end
+    bounded: bool = True  # a gradient leaves the unit by its inputs; without, it counts as finished when backward is
+
+    @property
+    def flops(self) -> int:
+        return sum(kernel.flops * count for kernel, count in self.kernels.items())
+
+    @property
+    def calls(self) -> int:
+        return sum(self.kernels.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The visits of one forward and backward, in order."""
+
+    visits: tuple[Visit, ...]
+
+    @property
+    def flops(self) -> int:
+        return sum(visit.flops for visit in self.visits)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of activations alive at once."""
+        return max((visit.peak for visit in self.visits), default=0)
+
+
+@dataclass(slots=True)
+class _Open:
+    """The visit that is going on."""
+
+    unit: int
+    backward: bool
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    peak: int = 0
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Let attention with dropout take the fused kernel, as it does on GPUs; the one for CPUs has no dropout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if len(args) <= 4 else {}
+        return func(*args, **kwargs)
+
+
+class _Meter(TorchDispatchMode):
+    """Count operations and living storages, and cut them into visits."""
+
+    def __init__(self, root: int) -> None:
+        super().__init__()
+        self.root = root
+        self.alive = 0
+        self.visits: list[Visit] = []
+        self.open = _Open(root, backward=False)
+        self.bounded: set[int] = {root}
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def ignore(self, model: nn.Module) -> None:
+        """Leave the model's own storages out of the count."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._known.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outputs = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
+        fresh = [self._hold(value) for value in outputs]
+        runs = (any(fresh) and func.overloadpacket not in _ALLOCATIONS) or (outputs and func._schema.is_mutable)
+        if runs:
+            inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            nbytes = sum(_nbytes(value) for value in (*inputs, *outputs))
+            self.open.kernels[Kernel(operation_flops(func, args, kwargs or {}, out), nbytes)] += 1
+        return out
+
+    def _hold(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return False
+        self._known.add(storage)
+        nbytes = storage.nbytes()
+        self.alive += nbytes
+        self.open.peak = max(self.open.peak, self.alive)
+        weakref.finalize(storage, self._drop, nbytes)
+        return True
+
+    def _drop(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+    def turn_to(self, unit: int, backward: bool) -> None:
+        """Close the visit that is going on and open one of `unit`."""
+        if (unit, backward) == (self.open.unit, self.open.backward):
+            return
+        self.close()
+        self.open = _Open(unit, backward, peak=self.alive)
+
+    def close(self) -> None:
+        if self.open.kernels or not self.visits:
+            done = self.open
+            bounded = done.unit in self.bounded
+            self.visits.append(Visit(done.unit, done.backward, dict(done.kernels), done.peak, self.alive, bounded))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that a kernel touches of `tensor`; an expanded one is read once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def trace(
+    model: nn.Module,
+    units: list[nn.Module],
+    inputs: Mapping[str, Any],
+    *,
+    autocast: torch.dtype | None = None,
+    activation_checkpointing: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Trace:
+    """Run `model`, whose parameters are on the meta device, forward and backward on fake tensors: Note [Fake run].
+
+    `inputs` are its keyword arguments; tensors on the meta device. `loss` picks the tensor to start backward from; by
+    default the output's `loss`, else the sum of its first tensor. With `activation_checkpointing` units are recomputed.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _materialise(model)
+        arguments = {key: _on_cpu(value) for key, value in inputs.items()}
+        meter = _Meter(len(units))
+        meter.ignore(model)
+        model.train()
+        stack.enter_context(_boundaries(model, units, meter, activation_checkpointing))
+        stack.enter_context(_FlashAttention())
+        stack.enter_context(meter)
+        if autocast is not None:
+            with CudaAutocast(autocast):
+                output = model(**arguments)
+            output = _as_accelerate_returns(output)
+        else:
+            output = model(**arguments)
+        start = (loss or _loss_of)(output)
+        del output  # as in a training loop, which keeps the loss alone
+        meter.turn_to(meter.root, backward=True)
+        if start.requires_grad:
+            start.backward()
+        meter.close()
+        return Trace(tuple(meter.visits))
+
+
+def _materialise(model: nn.Module) -> None:
+    """Give meta parameters and buffers fake storage on the CPU."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                fake = torch.empty_like(parameter, device="cpu")
+                module._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
+
+
+def _as_accelerate_returns(output: Any) -> Any:
+    """Cast floating outputs to float32, as Accelerate's wrapper around a mixed-precision forward does."""
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.is_floating_point() else output
+    if isinstance(output, Mapping):
+        for key in list(output):
+            output[key] = _as_accelerate_returns(output[key])  # type: ignore[index]
+    return output
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    first = next(value for value in tree_leaves(output) if isinstance(value, torch.Tensor) and value.requires_grad)
+    return first.float().sum()
+
+
+@contextmanager
+def _boundaries(model: nn.Module, units: list[nn.Module], meter: _Meter, recompute: bool) -> Iterator[None]:
+    """Tell the meter where each unit's forward and backward begin and end; drop parameters' gradients at once."""
+    handles = []
+    forwards: list[tuple[nn.Module, Any]] = []
+    for index, unit in enumerate(units):
+        handles.append(unit.register_forward_pre_hook(_before(index, meter), with_kwargs=True))
+        handles.append(unit.register_forward_hook(_after(index, meter)))
+        if recompute:
+            forwards.append((unit, unit.__dict__.get("forward")))
+            unit.forward = _recomputed(unit.forward)  # type: ignore[method-assign]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for unit, own in forwards:
+            if own is None:
+                del unit.forward
+            else:
+                unit.forward = own  # type: ignore[method-assign]
+
+
+def _before(index: int, meter: _Meter) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        meter.turn_to(index, backward=False)
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                meter.bounded.add(index)
+                # The unit before hooked the same tensor as its output, and so is told first.
+                value.register_hook(lambda _: _leave(index, meter))
+
+    return hook
+
+
+def _leave(index: int, meter: _Meter) -> None:
+    if meter.open.backward and meter.open.unit == index:
+        meter.turn_to(meter.root, backward=True)
+
+
+def _after(index: int, meter: _Meter) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        for value in tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(lambda _: meter.turn_to(index, backward=True))
+        meter.turn_to(meter.root, backward=False)
+
+    return hook
+
+
+def _recomputed(forward: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # As transformers' own layers do when they are recomputed, which would append to the cache a second time.
+        kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return wrapped
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

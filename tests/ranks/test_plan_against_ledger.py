@@ -1,0 +1,153 @@
+"""What the planner predicts, against the ledger of real ranks: order, bytes on the wire, bytes held by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from ourshard.config import ShardConfig
+from ourshard.planning.layouts import plan_model
+from ourshard.planning.rehearsal import MeshSizes, Move, Rehearsal
+from ourshard.planning.trace import trace
+from ourshard.runtime.ledger import Kind
+from torch import nn
+
+WIDTH, LENGTH, VOCABULARY = 48, 8, 200
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    """A model with the shape of a language model: embedding, blocks, norm, head."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if frozen:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("norm" in name or "down" in name)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).float().square().mean()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank's ledger counted in its third step."""
+
+    order: list[str]
+    wire: dict[str, int]
+    held: dict[str, int]
+    peak: dict[str, int]
+    peak_total: int
+
+
+def train(values: dict[str, Any], frozen: bool, micro_batches: int) -> Seen:
+    from ourshard.runtime.api import adopt_optimizer, engine_of, shard_model
+
+    torch.manual_seed(0)
+    model = shard_model(Tiny(frozen), {**values, "ledger": True}, cast_small=False)
+    optimizer = adopt_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3))
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.ledger is not None
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH)
+    for number in range(3):
+        if number == 2:
+            engine.ledger.trace = []
+            engine.ledger.reset()
+        for micro in range(micro_batches):
+            engine.require_sync = micro == micro_batches - 1
+            with torch.autocast("cpu", torch.bfloat16, enabled="precision" in values):
+                loss = model(ids)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ledger = engine.ledger
+    return Seen(list(ledger.trace or ()), dict(ledger.wire), ledger.held, ledger.peak, ledger.peak_total)
+
+
+def rehearse(values: dict[str, Any], frozen: bool, micro_batches: int, mesh: MeshSizes) -> tuple[Rehearsal, list[Move]]:
+    config = ShardConfig.from_dict(values)
+    with torch.device("meta"):
+        model = Tiny(frozen)
+        ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    planned = plan_model(model, config, mesh.shard)
+    autocast = torch.bfloat16 if "precision" in values else None
+    visits = trace(model, list(planned.modules), {"ids": ids}, autocast=autocast).visits
+    rehearsal = Rehearsal(planned, config, mesh, visits, micro_batches, buffers_in_flight=1)
+    return rehearsal, rehearsal.settled()
+
+
+HALF = {"precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+SMALL = {"persist_below": 100}
+CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
+    "stage 0": ({"stage": 0}, False, 1),
+    "stage 1": ({"stage": 1}, False, 1),
+    "stage 2": ({"stage": 2}, False, 1),
+    "stage 3": ({"stage": 3}, False, 1),
+    "stage 3, nothing small": ({"stage": 3, **SMALL}, False, 1),
+    "stage 3, kept whole between forward and backward": ({"stage": 3, "reshard_after_forward": False}, False, 1),
+    "stage 3, no prefetch": ({"stage": 3, "prefetch": {"forward": 0, "backward": 0}}, False, 1),
+    "stage 3, two ahead": ({"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, False, 1),
+    "stage 3, accumulation in shards": ({"stage": 3}, False, 2),
+    "stage 3, deferred accumulation": ({"stage": 3, "accumulate": "deferred"}, False, 2),
+    "stage 1, accumulation": ({"stage": 1}, False, 2),
+    "stage 0, 16 bits": ({"stage": 0, **HALF}, False, 1),
+    "stage 1, 16 bits": ({"stage": 1, **HALF}, False, 2),
+    "stage 2, 16 bits": ({"stage": 2, **HALF}, False, 1),
+    "stage 3, 16 bits": ({"stage": 3, **HALF}, False, 2),
+    "stage 3, frozen base": ({"stage": 3, **HALF}, True, 1),
+    "stage 2, frozen base": ({"stage": 2}, True, 1),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_a_rehearsal_counts_what_the_ledger_counts(name: str, ranks: Callable[..., Any]) -> None:
+    values, frozen, micro_batches = CASES[name]
+    seen: Seen = ranks(2)(train, values, frozen, micro_batches, timeout=60)[0]
+    compare(seen, *rehearse(values, frozen, micro_batches, MeshSizes(2)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_rehearsal_of_a_hybrid_mesh_counts_what_the_ledger_counts(
+    micro_batches: int, ranks: Callable[..., Any]
+) -> None:
+    values = {"stage": 3, "shard_size": 2}
+    seen: Seen = ranks(4)(train, values, False, micro_batches, timeout=90)[0]
+    compare(seen, *rehearse(values, False, micro_batches, MeshSizes(2, 2)))
+
+
+def compare(seen: Seen, rehearsal: Rehearsal, moves: list[Move]) -> None:
+    assert rehearsal.order == seen.order
+    wire: Counter[str] = Counter()
+    for move in moves:
+        for call in move.collectives:
+            wire[f"{call.name}/{call.axis}"] += call.wire_nbytes(rehearsal.mesh.of(call.axis))
+    assert dict(wire) == seen.wire
+    peak = {kind.value: max(move.held.get(kind, 0) for move in moves) for kind in Kind}
+    assert peak == seen.peak
+    assert {kind.value: moves[-1].held.get(kind, 0) for kind in Kind} == seen.held
+    total = max(sum(move.held.values()) for move in moves)
+    assert total == pytest.approx(seen.peak_total, rel=0.02)
