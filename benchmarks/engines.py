@@ -240,6 +240,8 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard1-bf16": _ourshard(stage=1, reduce="bfloat16"),
     "ourshard2-bf16": _ourshard(stage=2, reduce="bfloat16"),
     "ourshard3-bf16": _ourshard(stage=3, reduce="bfloat16"),
+    "ourshard3-nccl": _ourshard(stage=3, communication={"transport": "nccl"}),
+    "ourshard1-nccl": _ourshard(stage=1, communication={"transport": "nccl"}),
     "ourshard3-keep": _ourshard(stage=3, reshard_after_forward=False),
     "ourshard-hybrid": _ourshard(stage=3, shard_size=2),
 }

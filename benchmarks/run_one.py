@@ -68,6 +68,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         **figures,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "device_gib": _device_used() / 2**30,
         "between_steps_gib": torch.cuda.memory_allocated() / 2**30,
         "host_ms": host_time(step, batches),
         "loss": total.item() / dist.get_world_size(),
@@ -79,6 +80,12 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     if options.profile:
         profile(step, batches, options.profile)
     return result
+
+
+def _device_used() -> int:
+    """Return all bytes taken on the card, also those outside of torch's allocator (contexts, NCCL, shared buffers)."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def bypass_mask_builder() -> None:

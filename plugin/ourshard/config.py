@@ -54,6 +54,14 @@ class Codec(str, Enum):
     AUTO = "auto"  # measured at start
 
 
+class Transport(str, Enum):
+    """What moves the bytes of gathers and reductions."""
+
+    AUTO = "auto"  # peer copies where all ranks of the shard axis are GPUs of one host, else NCCL
+    NCCL = "nccl"  # the process group's own collectives (gloo on CPUs)
+    PEER = "peer"  # the GPUs' copy engines; an error where they can't reach each other
+
+
 class CheckpointFormat(str, Enum):
     """What `save_state` writes."""
 
@@ -176,6 +184,7 @@ class CommunicationConfig:
     error_feedback: bool = False
     stochastic_rounding: bool = False
     block: int = 256  # elements that share one scale
+    transport: Transport = Transport.AUTO
 
     def __post_init__(self) -> None:
         if self.weights is Codec.INT4:

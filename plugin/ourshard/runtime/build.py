@@ -31,6 +31,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
         for lane in unit.lanes:
             _fill(lane, engine)
         unit.take_over()
+    engine.find_peers()
     _share_buffers(model, engine)
     model._ourshard = engine  # type: ignore[assignment]
     engine.attach(model)
@@ -46,7 +47,8 @@ def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
     lanes: list[LaneLayout] = []
     for world, indices in sorted(by_world.items()):
         specs = [TensorSpec(parameters[i].name, parameters[i].shape, keys[i]) for i in indices]
-        for lane in plan_unit(specs, world).lanes:
+        block = engine.config.communication.block if engine.config.communication.active else 1
+        for lane in plan_unit(specs, world, align=max(16, block), fine_granules=True).lanes:
             tensors = tuple(LaneTensor(indices[t.index], t.offset, t.numel, t.granule) for t in lane.tensors)
             lanes.append(LaneLayout(lane.key, tensors, lane.shard_numel, lane.world))
     return UnitLayout(tuple(lanes))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ourshard.runtime.control import Control, all_gather_flat
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Axis
+from ourshard.runtime.peer import PeerCopies, Reduction
 
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as all_gather_flat
 
@@ -25,6 +26,22 @@ class Collectives:
     def __init__(self, control: Control, ledger: Ledger | None) -> None:
         self.control = control
         self.ledger = ledger
+        self.peer: PeerCopies | None = None  # set by the engine, where copy engines can do it
+
+    def fill_slot(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
+        """All-gather a slot on the gather stream; by peer copies where there are any, and they hold it."""
+        if self.peer is None or not self.peer.can_gather(segment):
+            self.all_gather(whole, segment, axis, label)
+            return
+        self._count("all_gather", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        self.peer.gather(whole, segment)
+
+    def peer_reduce(self, pieces: list[Reduction], label: str) -> None:
+        """Reduce pieces of the peers' arena, on the reduce stream; see `PeerCopies.reduce`."""
+        assert self.peer is not None
+        axis = self.peer.axis
+        self._count("reduce_scatter", axis, sum(piece.whole.nbytes for piece in pieces) * (axis.size - 1) // axis.size)
+        self.peer.reduce(pieces)
 
     def all_gather(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
         """Fill `whole` with the `segment` of every rank; `segment` is this rank's part of `whole`."""

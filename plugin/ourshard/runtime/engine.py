@@ -26,6 +26,7 @@ from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, hook_outputs
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
+from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
 from ourshard.runtime.streams import Streams, profiler_range
@@ -60,6 +61,7 @@ class Engine:
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger)
+        self.peer: PeerCopies | None = None  # set once the units are there
         self.reducer = Reducer(self.collectives)
         self.units: list[Unit] = []
         self.schedule = Schedule(self.control, self.units, self._perform)
@@ -83,6 +85,12 @@ class Engine:
     def lanes(self) -> Iterator[Lane]:
         for unit in self.units:
             yield from unit.lanes
+
+    def find_peers(self) -> None:
+        """Move gathers and reductions to the copy engines, where the machine can. Collective."""
+        wanted = self.config.communication.transport.value
+        self.peer = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted)
+        self.collectives.peer = self.peer
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on the modules."""
@@ -334,6 +342,8 @@ class Engine:
         self._reducing.clear()
         self._held.clear()
         self._usage = None
+        if self.peer is not None:
+            self.peer.abandon()
         for unit in self.units:
             unit.reset()
         for lane in self.lanes():

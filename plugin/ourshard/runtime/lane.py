@@ -16,6 +16,7 @@ Such parameters are plain tensors with plain gradients, as under DDP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from ourshard.runtime.handle import ShardGradient, become_handle, gradient_handl
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
+from ourshard.runtime.peer import Reduction
 from ourshard.runtime.placement import At, Placement
 
 if TYPE_CHECKING:
@@ -68,9 +70,10 @@ class Lane:
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
         self.stale = True  # `full` does not show the masters
         self.arriving: torch.Tensor | None = None
-        self.gradient: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None  # see `gradient`
         self.touched = [False] * len(self.parameters)  # this rank's backward gave a gradient, not dropped since
         self.valid = [False] * len(self.parameters)  # some rank's did; known once the ranks have told each other
+        self.is_lent = False  # `arriving` is a piece of the peers' arena
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
         self._make_buffers()
@@ -114,10 +117,14 @@ class Lane:
         return self.layout.rows_on(position, self.axis.rank)
 
     def rows_view(self, buffer: torch.Tensor, position: int) -> torch.Tensor:
-        """Return this rank's rows of one parameter in a flat buffer of master layout; shape (rows, ...)."""
+        """Return this rank's rows of one parameter in a flat buffer of master layout; shape (rows, ...).
+
+        Where a cut falls inside of rows (fused experts over many ranks), the shape is (pieces, elements of a piece).
+        """
         rows, tensor = self.rows(position), self.layout.tensors[position]
         flat = buffer[rows.offset : rows.offset + rows.numel(tensor.granule)]
-        return flat.view(row_shape(self.parameters[position].shape, rows.rows))
+        shape = row_shape(self.parameters[position].shape, rows.rows)
+        return flat.view(shape if math.prod(shape) == flat.numel() else (rows.rows, tensor.granule))
 
     def local_rows(self, position: int) -> torch.Tensor:
         return self.rows_view(self.master, position)
@@ -178,7 +185,7 @@ class Lane:
             return
         if not self.aliased:
             self.segment.copy_(self.master)
-        self.unit.engine.collectives.all_gather(self.full.tensor, self.segment, self.axis, self.unit.label)
+        self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
 
     def gather_master(self) -> torch.Tensor:
         """Return the whole lane in store dtype, exact. Collective where masters are shards."""
@@ -245,9 +252,7 @@ class Lane:
         self._drop_released()
         fresh = self.arriving is None
         if self.arriving is None:
-            dtype = self.reduce_dtype if reduce_next else self.store_dtype
-            self.arriving = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-            self._hold(self._arriving_kind, self.arriving)
+            self.arriving = self._make_arriving(reduce_next)
         views, grads, missing = [], [], []
         for position, leaf in enumerate(self.leaves):
             if leaf.grad is None:
@@ -261,6 +266,41 @@ class Lane:
             self._zero_gaps(self.arriving, missing)
         if views:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, grads)
+
+    def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
+        peer = self.unit.engine.peer
+        if reduce_next and peer is not None and not self.placement.whole and not self.unit.is_root:
+            lent = peer.lend(self.layout.numel, self.reduce_dtype)
+            if lent is not None:
+                self.is_lent = True
+                return lent
+        dtype = self.reduce_dtype if reduce_next else self.store_dtype
+        buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+        self._hold(self._arriving_kind, buffer)
+        return buffer
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """Return the flat reduced gradient.
+
+        Once handed out it is kept alive by the optimizer's gradients alone, which are views of it, so that `zero_grad`
+        frees it.
+        """
+        if self._gradient is None:
+            for run in self.runs:
+                view = run.parameter.grad
+                if run.handed_out and view is not None and run.stop > run.start:
+                    return self._around(view, run)
+        return self._gradient
+
+    def _around(self, view: torch.Tensor, run: Run) -> torch.Tensor:
+        storage = view.untyped_storage()
+        if view.storage_offset() != run.start or storage.nbytes() != self.master.numel() * view.element_size():
+            raise RuntimeError(
+                f"The gradient of {self.name_of(run.positions[0])!r} was replaced by another tensor; change sharded "
+                "gradients in place, or set them to None."
+            )
+        return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (self.master.numel(),), (1,))
 
     @property
     def _arriving_kind(self) -> Kind:
@@ -316,24 +356,51 @@ class Lane:
         self._accumulate(segment, sync)
         return buffer
 
+    def lent_reduction(self, sync: bool) -> Reduction:
+        """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""
+        assert self.arriving is not None
+        if sync and self.unit.engine.mesh.replicate.size > 1:
+            return Reduction(self.arriving, self._lent_segment(), add=False)
+        gradient, first = self._open_gradient(self.layout.shard_numel)
+        self.accumulated = True
+        return Reduction(self.arriving, gradient, add=not first)
+
+    def _lent_segment(self) -> torch.Tensor:
+        assert self.arriving is not None
+        return self.arriving.view(self.axis.size, -1)[self.axis.rank]
+
+    def end_loan(self, sync: bool) -> None:
+        """Give the arena back, after the reduction that `lent_reduction` described."""
+        if sync and self.unit.engine.mesh.replicate.size > 1:
+            self._accumulate(self._lent_segment(), sync)
+        self.arriving = None
+        self.is_lent = False
+
+    def _open_gradient(self, numel: int) -> tuple[torch.Tensor, bool]:
+        """Return `gradient`, held, and whether nothing has been accumulated in it."""
+        gradient = self.gradient
+        first = not self.accumulated or gradient is None
+        if gradient is None:
+            gradient = torch.empty(numel, dtype=self.store_dtype, device=self.device)
+            self._hold(Kind.GRADIENT, gradient)
+        self._gradient = gradient
+        return gradient, first
+
     def _accumulate(self, segment: torch.Tensor, sync: bool) -> None:
         """Add a reduced segment to `gradient`; when `sync`, make the sum the mean over `replicate`."""
         engine = self.unit.engine
-        first = not self.accumulated
+        gradient, first = self._open_gradient(segment.numel())
         replicated = sync and engine.mesh.replicate.size > 1
-        if self.gradient is None:
-            self.gradient = torch.empty(segment.numel(), dtype=self.store_dtype, device=self.device)
-            self._hold(Kind.GRADIENT, self.gradient)
         if replicated and first:
             engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
         if first:
-            self.gradient.copy_(segment)
+            gradient.copy_(segment)
         else:
-            self.gradient.add_(segment)
+            gradient.add_(segment)
         if replicated and not first:
-            segment.copy_(self.gradient)
+            segment.copy_(gradient)
             engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
-            self.gradient.copy_(segment)
+            gradient.copy_(segment)
         self.accumulated = True
 
     def settle(self, flags: list[bool]) -> None:
@@ -347,6 +414,13 @@ class Lane:
                         parameter.grad = self.whole_view(buffer, position)
         for run in list(self.runs):
             run.hand_out()
+        if self._gradient is not None and self._all_handed_out():
+            self._gradient = None
+
+    def _all_handed_out(self) -> bool:
+        """Say whether optimizers hold all that `gradient` has."""
+        held = {position for run in self.runs if run.handed_out for position in run.positions}
+        return all(position in held for position, valid in enumerate(self.valid) if valid)
 
     def _drop_released(self) -> None:
         """Notice gradients that `zero_grad(set_to_none=True)` of an optimizer, or of a plain parameter, dropped."""
@@ -379,6 +453,9 @@ class Lane:
 
     def _forget_all(self) -> None:
         self.accumulated = False
+        if self._gradient is not None and not self.placement.whole:
+            self._hold(Kind.GRADIENT, self._gradient, -1)
+            self._gradient = None
         if self.arriving is not None:
             self._hold(self._arriving_kind, self.arriving, -1)
             self.arriving = None

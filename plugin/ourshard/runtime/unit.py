@@ -243,5 +243,10 @@ class Unit:
         if engine.ledger is not None:
             engine.ledger.reduces[self.label] += 1
         with engine.streams.reduce():
-            buffers = [lane.reduce(engine.sync_backward) for lane in due]
+            lent = [lane for lane in due if lane.is_lent]
+            if lent:
+                engine.collectives.peer_reduce([lane.lent_reduction(engine.sync_backward) for lane in lent], self.label)
+                for lane in lent:
+                    lane.end_loan(engine.sync_backward)
+            buffers = [lane.reduce(engine.sync_backward) for lane in due if lane not in lent]
             engine.keep_until_reduced(buffers, engine.streams.event())

@@ -1,0 +1,200 @@
+"""Gather and reduce between the GPUs of one host by their copy engines.
+
+Note [Peer copies]
+------------------
+NCCL's kernels take multiprocessors from the model: beside an all-gather a bf16 matrix product ran at 574 of 787 TFLOP/s
+(H200, PEERS.md). Between GPUs that can read each other's memory the same bytes can be moved by the copy engines:
+
+* gather: each rank puts its segment into a staging buffer that its peers can map, all meet at a barrier on the
+  gather stream, and each pulls the segments of the others into its own slot. Two staging buffers take turns: when one
+  is written again, its rank has passed the barrier of the gather in between, so every peer has done its pulls.
+* reduce: whole gradients are collected in a buffer that peers can map (the arena), all meet, each pulls its part from
+  the others, all meet again, and one kernel adds the parts in fp32, scales and accumulates.
+
+The arena holds one unit. Compute waits for the last reduction before it fills the arena again. Units that do not fit
+(the root, which is reduced when nothing computes) go through NCCL. All ranks decide alike, from sizes alone.
+Memory that peers map is allocated outside of torch's caching allocator; the ledger counts it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ourshard.runtime.control import Control
+from ourshard.runtime.ledger import Kind, Ledger
+from ourshard.runtime.mesh import Axis, Mesh
+
+if TYPE_CHECKING:
+    from ourshard.runtime.unit import Unit
+
+logger = logging.getLogger("ourshard")
+
+_ALIGN = 512  # bytes between pieces of a shared buffer
+_GATHER, _REDUCE = 0, 1  # barrier channels: the two streams meet independently
+
+
+class PeerCopies:
+    """Shared buffers of one mesh axis and the copies between them. Calls are collective over the axis."""
+
+    def __init__(self, axis: Axis, device: torch.device, staging_nbytes: int, arena_nbytes: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self.axis = axis
+        self._staging_nbytes = _aligned(staging_nbytes)
+        self._arena_nbytes = _aligned(arena_nbytes)
+        self._arena_start = 2 * self._staging_nbytes
+        self.nbytes = self._arena_start + self._arena_nbytes
+        self._shared = symmetric.empty(self.nbytes, dtype=torch.uint8, device=device)
+        assert axis.group is not None
+        self._handle = symmetric.rendezvous(self._shared, axis.group)
+        others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+        # Each peer's whole buffer as bytes, nearest first: so that no peer is read by all at once.
+        self._peers = [(peer, self._handle.get_buffer(peer, (self.nbytes,), torch.uint8)) for peer in others]
+        self._pulled = torch.empty(0, dtype=torch.uint8, device=device)
+        self._turn = 0
+        self._lent = 0  # bytes of the arena in use
+        self._reduced: Any = None  # event after the last reduction that read the arena
+
+    def can_gather(self, segment: torch.Tensor) -> bool:
+        return segment.nbytes <= self._staging_nbytes
+
+    def gather(self, whole: torch.Tensor, segment: torch.Tensor) -> None:
+        """Fill `whole` with every rank's `segment`, which is this rank's part of it. On the gather stream."""
+        start = self._turn * self._staging_nbytes
+        self._turn ^= 1
+        nbytes = segment.nbytes
+        self._shared[start : start + nbytes].copy_(segment.view(torch.uint8))
+        self._handle.barrier(channel=_GATHER)
+        target = whole.view(torch.uint8)
+        for peer, buffer in self._peers:
+            target[peer * nbytes : (peer + 1) * nbytes].copy_(buffer[start : start + nbytes])
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a piece of the arena for whole gradients, or None if it does not fit. On the compute stream."""
+        nbytes = _aligned(numel * dtype.itemsize)
+        if self._lent + nbytes > self._arena_nbytes:
+            return None
+        if not self._lent and self._reduced is not None:
+            torch.cuda.current_stream().wait_event(self._reduced)
+            self._reduced = None
+        start = self._arena_start + self._lent
+        self._lent += nbytes
+        return self._shared[start : start + numel * dtype.itemsize].view(dtype)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self._shared.untyped_storage().data_ptr()
+
+    def reduce(self, pieces: list[Reduction]) -> None:
+        """Reduce pieces that were lent together, and end the loan. On the reduce stream."""
+        self._handle.barrier(channel=_REDUCE)
+        size, rank = self.axis.size, self.axis.rank
+        need = sum(_aligned(piece.whole.nbytes // size) for piece in pieces) * (size - 1)
+        if self._pulled.nbytes < need:
+            self._pulled = torch.empty(need, dtype=torch.uint8, device=self._shared.device)
+        done = 0
+        parts: list[torch.Tensor] = []
+        for piece in pieces:
+            nbytes = piece.whole.nbytes // size
+            start = piece.whole.storage_offset() * piece.whole.element_size() + rank * nbytes
+            pulled = self._pulled[done : done + nbytes * (size - 1)]
+            for index, (_, buffer) in enumerate(self._peers):
+                pulled[index * nbytes : (index + 1) * nbytes].copy_(buffer[start : start + nbytes])
+            parts.append(pulled.view(piece.whole.dtype))
+            done += _aligned(nbytes) * (size - 1)
+        own = [piece.whole.view(size, -1)[rank] for piece in pieces]
+        for piece, mine, pulled in zip(pieces, own, parts, strict=True):
+            mean_into(piece.out, mine, pulled, size, add=piece.add)
+        self._handle.barrier(channel=_REDUCE)
+        self._lent = 0
+        self._reduced = torch.cuda.current_stream().record_event()
+
+    def abandon(self) -> None:
+        """End all loans after an exception."""
+        self._lent = 0
+
+
+class Reduction:
+    """One lane's part in a reduction: the mean over ranks of its part of `whole` is put in, or added to, `out`."""
+
+    __slots__ = ("add", "out", "whole")
+
+    def __init__(self, whole: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        self.whole = whole
+        self.out = out
+        self.add = add
+
+
+def mean_into(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, size: int, *, add: bool) -> None:
+    """Set `out` (n,) to the mean of `own` (n,) and the `size` - 1 parts in `pulled`, summed in fp32; or add it."""
+    from ourshard.runtime.peer_kernels import mean_into as kernel
+
+    kernel(out, own, pulled, size, add=add)
+
+
+def make_peer_copies(
+    control: Control, mesh: Mesh, units: list[Unit], ledger: Ledger | None, wanted: str
+) -> PeerCopies | None:
+    """Return peer copies sized for all units but the root, or None where they can't work. Collective.
+
+    Needs CUDA, one host, and GPUs that reach each other's memory. With `wanted` "peer" a machine that can't
+    raises `ValueError`; with "auto" it says why at debug level and NCCL is used.
+    """
+    axis, device = mesh.shard, mesh.device
+    if axis.size == 1 or device.type != "cuda" or wanted == "nccl":
+        return None
+    staging, arena = _sizes(units)
+    peer, why = None, _why_not(axis, device, arena)
+    reasons = control.gather_objects(why, "looking for peer GPUs")
+    problems = [str(reason) for reason in reasons if reason]
+    if len(set(control.gather_objects(socket.gethostname(), "looking for peer GPUs"))) > 1:
+        problems.append("the ranks are on several hosts")
+    if not problems:
+        try:
+            peer = PeerCopies(axis, device, staging, arena)
+        except Exception as problem:
+            problems.append(f"shared buffers failed ({type(problem).__name__}: {problem})")
+        failed = control.gather_objects(problems, "making buffers that peers can map")
+        problems = [text for texts in failed for text in texts]  # type: ignore[attr-defined]
+    if problems:
+        if wanted == "peer":
+            raise ValueError(f"communication.transport: peer copies can't work here: {problems[0]}.")
+        logger.debug("peer copies are not used: %s", problems[0])
+        return None
+    assert peer is not None
+    if ledger is not None:
+        ledger.hold(Kind.REDUCE, peer.nbytes)
+    return peer
+
+
+def _why_not(axis: Axis, device: torch.device, arena: int) -> str | None:
+    if not arena:
+        return "there are no units besides the root"
+    count = torch.cuda.device_count()
+    if not all(
+        torch.cuda.can_device_access_peer(device.index, other) for other in range(count) if other != device.index
+    ):
+        return "some GPUs can't reach each other's memory"
+    if axis.size > count:
+        return "this process sees fewer GPUs than the axis has ranks"
+    return None if dist.get_backend(axis.group) == "nccl" else "the process group is not NCCL"
+
+
+def _sizes(units: list[Unit]) -> tuple[int, int]:
+    """Return the largest segment and the largest unit of whole gradients, in bytes, among all units but the root."""
+    staging = arena = 0
+    for unit in units[:-1]:
+        sharded = [lane for lane in unit.lanes if not lane.placement.whole]
+        staging = max([staging, *(lane.layout.shard_numel * lane.compute_dtype.itemsize for lane in sharded)])
+        arena = max(
+            arena, sum(_aligned(lane.layout.numel * lane.reduce_dtype.itemsize) for lane in sharded if lane.trainable)
+        )
+    return staging, arena
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

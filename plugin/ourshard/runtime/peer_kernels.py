@@ -1,0 +1,29 @@
+"""The kernel that adds pulled gradient parts: one pass, fp32 sums."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _mean_kernel(out, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < numel
+    total = tl.load(own + place, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(pulled + part * numel + place, mask=inside, other=0.0).to(tl.float32)
+    total *= scale
+    if ADD:
+        total += tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def mean_into(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, size: int, *, add: bool) -> None:
+    """Set `out` (n,) to the mean of `own` (n,) and the `size` - 1 parts in `pulled`, summed in fp32; or add it."""
+    numel = own.numel()
+    grid = (triton.cdiv(numel, _BLOCK),)
+    _mean_kernel[grid](out, own, pulled, numel, 1.0 / size, PARTS=size - 1, ADD=add, BLOCK=_BLOCK)

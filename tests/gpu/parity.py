@@ -1,0 +1,164 @@
+"""Compare sharded training over NCCL with one process, on the GPUs of one machine.
+
+    torchrun --nproc_per_node 2 tests/gpu/parity.py
+
+Every rank trains the reference by itself on the joined batch. Slots are poisoned with NaN when they are released, so a
+read of a parameter that is not there shows. Prints one line a configuration; exits with 1 if any is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ourshard.config import ShardConfig
+from ourshard.runtime.api import clip_grad_norm_, engine_of, full_state_dict, shard_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+STEPS = 6
+
+
+def build(device: torch.device) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1001,
+        hidden_size=144,
+        intermediate_size=308,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).to(device)
+
+
+def batch(index: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + index)
+    return torch.randint(0, 1001, (2 * dist.get_world_size(), 64), generator=generator).to(device)
+
+
+def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Train in one process: compute in `dtype` with fp32 masters."""
+    masters = build(device)
+    model = build(device).to(dtype)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3, eps=1e-6)
+    losses = []
+    for step in range(STEPS):
+        total = 0.0
+        for index in range(accumulate):
+            ids = batch(step * accumulate + index, device)
+            loss = model(input_ids=ids, labels=ids).loss / accumulate
+            loss.backward()
+            total += loss.item()
+            for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+                grad = parameter.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                parameter.grad = None
+        nn.utils.clip_grad_norm_(masters.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        with torch.no_grad():
+            for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
+                parameter.copy_(master)
+    return masters.state_dict(), losses
+
+
+def sharded(
+    accumulate: int, device: torch.device, options: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = shard_model(build(device), ShardConfig.from_dict({"persist_below": 100, **options}))
+    engine = engine_of(model)
+    assert engine is not None
+    poison(engine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    losses = []
+    for step in range(STEPS):
+        total = torch.zeros((), device=device)
+        for index in range(accumulate):
+            ids = batch(step * accumulate + index, device).chunk(dist.get_world_size())[dist.get_rank()]
+            with contextlib.nullcontext() if index == accumulate - 1 else engine.no_sync():
+                loss = model(input_ids=ids, labels=ids).loss / accumulate
+                loss.backward()
+            total += loss.detach().float()
+        clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return full_state_dict(model), losses
+
+
+def poison(engine: Any) -> None:
+    """Fill slots with NaN when they are released, in the order of the compute stream."""
+    for unit in engine.units:
+        for lane in unit.lanes:
+            slot = lane.full
+
+            def free(slot: Any = slot, original: Any = slot.free) -> None:
+                if slot.allocated and slot.tensor.is_floating_point():
+                    slot.tensor.fill_(float("nan"))
+                original()
+
+            if not lane.direct and lane.placement.params.value == "shard":
+                lane.full = _Poisoned(slot, free)
+
+
+class _Poisoned:
+    """A slot whose `free` poisons first."""
+
+    def __init__(self, slot: Any, free: Any) -> None:
+        self._slot = slot
+        self.free = free
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._slot, name)
+
+
+def main() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", device_id=device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    bad = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for accumulate in (1, 3):
+            expected, expected_losses = reference(accumulate, device, dtype)
+            tolerance = 2e-5 if dtype is torch.float32 else 4e-3
+            for options in configurations():
+                precision = (
+                    {} if dtype is torch.float32 else {"precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+                )
+                state, losses = sharded(accumulate, device, {**options, **precision})
+                worst = max((state[n] - v.float().cpu()).abs().max().item() for n, v in expected.items())
+                worst_loss = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+                ok = worst < tolerance and worst_loss < 10 * tolerance
+                bad += not ok
+                if dist.get_rank() == 0:
+                    print(
+                        f"{'ok ' if ok else 'BAD'} {dtype} accumulate {accumulate} {options}: {worst:.2e} {worst_loss:.2e}",
+                        flush=True,
+                    )
+    dist.destroy_process_group()
+    sys.exit(bad > 0)
+
+
+def configurations() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
+    found += [{"stage": 3, "reshard_after_forward": False}, {"stage": 3, "accumulate": "deferred"}]
+    found += [{"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, {"stage": 3, "persist_below": 0}]
+    if dist.get_world_size() == 4:
+        found += [{"stage": stage, "shard_size": 2} for stage in range(4)]
+    return found
+
+
+if __name__ == "__main__":
+    main()
