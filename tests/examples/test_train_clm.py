@@ -20,7 +20,8 @@ SCRIPT = ROOT / "examples" / "train_clm.py"
 def _train(folder: Path, processes: int, batch_size: int) -> CliResult:
     options = {"--max_steps": 2, "--max_files": 10, "--output_dir": folder, "--batch_size": batch_size}
     args = [str(part) for option in options.items() for part in option]
-    return launch(SCRIPT, *args, processes=processes, env={"HF_DATASETS_CACHE": str(folder.parent / "cache")})
+    cache = {"HF_DATASETS_CACHE": str(folder.parent / "cache")}
+    return launch(SCRIPT, *args, processes=processes, env=cache, timeout=240)
 
 
 def _open(folder: Path) -> LlamaForCausalLM:
