@@ -171,7 +171,8 @@ def convert(
             ) as workspace:
                 sink.write(source, workspace)
                 workspace.finish()
-            put_in_place(temporary, dst, replace=overwrite, io=io)
+                put_in_place(temporary, dst, replace=overwrite, io=io)
+                workspace.forget()
     return replace(report, seconds=time.monotonic() - began)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from .huggingface_sink import MAX_SHARD_SIZE, file_names, index_of, split, write
 from .sink import Sink, SinkOptions
 from .source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from .torch_archive import Archive
-from .workspace import OutputStream, Workspace
+from .workspace import Workspace
 
 MODEL = "pytorch_model.bin"
 OPTIMIZER = "optimizer.bin"
@@ -88,9 +89,8 @@ class TorchSaveSink(Sink):
             archive = Archive(source)
             archive.write(workspace, OPTIMIZER, optimizer_state(source, archive))
         for name, value in ((SCHEDULER, source.description.scheduler), (SCALER, source.description.scaler)):
-            if value and not workspace.finished(name):
-                with workspace.create(name) as stream:
-                    _save(value, stream)
+            if value:
+                workspace.write_bytes(name, _saved(value))
         write_companions(workspace, source, infos)
 
 
@@ -128,5 +128,8 @@ def _state_dict(source: Source, archive: Archive, infos: Sequence[TensorInfo]) -
     return content
 
 
-def _save(value: Mapping[str, Any] | Sequence[Any], stream: OutputStream) -> None:
-    torch.save(value, stream)  # type: ignore[arg-type]
+def _saved(value: Any) -> bytes:
+    """Return what torch.save writes. It hides errors of the disk, so that it does not write there itself."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

@@ -1,8 +1,8 @@
 """The temporary folder that a writer fills: streams with hashes, a memory budget, workers, progress, a journal.
 
-Note [Restart]: the journal lists each file that is finished (flushed) with its length and hash. A conversion that is
-run anew with the same source and options finds the folder by its name, and skips what the journal lists. The first line
-of the journal is the fingerprint of source and options; with another one the folder is emptied first.
+Note [Restart]: the journal, a file beside the folder, lists each file that is finished (flushed) with its length and
+hash. A conversion that is run anew with the same source and options finds both by their names, and skips what the
+journal lists. Its first line is the fingerprint of source and options; with another one the folder is emptied first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import xxhash
 
 from .io import DISK, Buffer, DiskIO, inside
 
-JOURNAL = ".journal"
 COPY_BLOCK = 8 << 20
 MAX_BLOCK = 16 << 20  # larger blocks were no faster, and memory above 32 MiB is mapped anew each time
 
@@ -117,6 +116,7 @@ class Workspace:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.folder = folder
+        self._journal_path = folder.with_name(f"{folder.name}.journal")
         self.io = io
         self.budget = budget
         self.workers = workers
@@ -197,16 +197,20 @@ class Workspace:
             return [future.result() for future in futures]
 
     def finish(self) -> None:
-        """Remove the journal and every file that is not listed in it; flush the folders. Nothing may follow."""
-        self.close()
+        """Remove every file that is not in the journal, and flush the folders: all is ready to be moved."""
         listed = {inside(self.folder, name) for name in self._finished}
         for path in self.folder.rglob("*"):
             if path not in listed and not path.is_dir():
                 self.io.remove(path)
         self._flush_folders()
 
+    def forget(self) -> None:
+        """Remove the journal: the folder has been moved."""
+        self.close()
+        self.io.remove(self._journal_path)
+
     def close(self) -> None:
-        """Close the journal, and leave the folder for another run."""
+        """Close the journal, and leave it and the folder for another run."""
         self._journal.close()
 
     def __enter__(self) -> Workspace:
@@ -247,8 +251,8 @@ class Workspace:
     def _open_journal(self, fingerprint: str) -> dict[str, Written]:
         """Return what is finished already, with the journal opened for more."""
         self.io.make_folder(self.folder)
-        path = self.folder / JOURNAL
-        finished = _read_journal(path, fingerprint)
+        path = self._journal_path
+        finished = _read_journal(path, self.folder, fingerprint)
         if finished is None:
             self.io.remove_tree(self.folder)
             self.io.make_folder(self.folder)
@@ -263,7 +267,7 @@ def _line(written: Written) -> bytes:
     return json.dumps([written.name, written.nbytes, written.digests]).encode() + b"\n"
 
 
-def _read_journal(path: Path, fingerprint: str) -> dict[str, Written] | None:
+def _read_journal(path: Path, folder: Path, fingerprint: str) -> dict[str, Written] | None:
     """Return the files that are finished and of the noted length; None if the journal is of another conversion."""
     try:
         lines = path.read_text().splitlines()
@@ -276,7 +280,7 @@ def _read_journal(path: Path, fingerprint: str) -> dict[str, Written] | None:
         try:
             name, nbytes, digests = json.loads(line)
             written = Written(name, nbytes, tuple(digests))
-            there = inside(path.parent, written.name).stat().st_size == written.nbytes
+            there = inside(folder, written.name).stat().st_size == written.nbytes
         except (OSError, ValueError, TypeError):  # the last line may be cut off
             continue
         if there:
