@@ -1,4 +1,9 @@
-"""Build an engine: check the model on all ranks, plan lanes, fill them from rank 0, take the parameters over."""
+"""Build an engine: check the model on all ranks, plan lanes, fill them, take the parameters over.
+
+Note [Where values come from]
+A parameter whose values every rank can read by itself (`source.py`: its rows of a file, or random numbers drawn again)
+is read so, and nothing is sent. All others come from rank 0, whatever the other ranks hold.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane, LaneKey
 from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayout, plan_unit
+from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.placement import placement_of
@@ -23,14 +29,17 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     """Shard `model` in place and return its engine. Collective; raises `ValueError` on all ranks if one can't go on."""
     engine = Engine(model, config, mesh, cast_small=cast_small, ledger=Ledger() if config.ledger else None)
     stock = _checked_stock(model, engine)
+    readable = _readable(stock, engine)
     for index, entry in enumerate(stock):
         name = entry.unit.name if entry.unit else ""
         unit = Unit(engine, index, name, entry.unit.module if entry.unit else model, is_root=entry.unit is None)
         engine.units.append(unit)
         unit.build(plan_lanes(entry.parameters, engine), entry.parameters)
         for lane in unit.lanes:
-            _fill(lane, engine)
+            _fill(lane, engine, readable)
         unit.take_over()
+    for tensor in model.parameters():
+        materialize(tensor)  # those that ourshard was told to leave alone
     engine.find_peers()
     _share_buffers(model, engine)
     model._ourshard = engine  # type: ignore[assignment]
@@ -70,15 +79,32 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
     return LaneKey(placement, store, compute, trainable)
 
 
+def _readable(stock: list[UnitParameters], engine: Engine) -> set[str]:
+    """Return the names of the parameters that every rank has a source of: Note [Where values come from]. Collective."""
+    parameters = [parameter for entry in stock for parameter in entry.parameters]
+    mine = bytes(source_of(parameter.tensor) is not None for parameter in parameters)
+    everywhere = zip(*engine.control.gather_objects(mine, "comparing sources"), strict=True)  # type: ignore[call-overload]
+    return {parameter.name for parameter, flags in zip(parameters, everywhere, strict=True) if all(flags)}
+
+
 @torch.no_grad()
-def _fill(lane: Lane, engine: Engine) -> None:
-    """Give every rank its part of rank 0's values."""
-    whole = torch.zeros(lane.layout.numel, dtype=lane.store_dtype, device=lane.device)
-    if engine.mesh.world.rank == 0:
-        for position, parameter in enumerate(lane.parameters):
-            lane.whole_view(whole, position).copy_(parameter.tensor)
-    engine.collectives.broadcast(whole, engine.mesh.world, lane.unit.label)
-    lane.load(whole)
+def _fill(lane: Lane, engine: Engine, readable: set[str]) -> None:
+    """Give every rank its part of the values: Note [Where values come from]."""
+    sent = [position for position, parameter in enumerate(lane.parameters) if parameter.name not in readable]
+    if sent:
+        whole = torch.zeros(lane.layout.numel, dtype=lane.store_dtype, device=lane.device)
+        if engine.mesh.world.rank == 0:
+            for position in sent:
+                lane.whole_view(whole, position).copy_(lane.parameters[position].tensor)
+        engine.collectives.broadcast(whole, engine.mesh.world, lane.unit.label)
+        lane.load(whole)
+    for position, parameter in enumerate(lane.parameters):
+        source = source_of(parameter.tensor) if position not in sent else None
+        if source is not None:
+            rows, granule = lane.rows(position), lane.layout.tensors[position].granule
+            mine = source.read(rows.start * granule, rows.stop * granule)
+            lane.rows_view(lane.master, position).view(-1).copy_(mine)
+        give_up_values(parameter.tensor)
 
 
 @torch.no_grad()

@@ -38,16 +38,16 @@ _QUESTIONS = """
     size dim numel nelement element_size is_floating_point is_complex is_signed requires_grad_ __len__ get_device
     is_inference ndimension is_shared _is_view _is_zerotensor is_conj is_neg
 """
-_METADATA: set[Any] = {getattr(_T, name).__get__ for name in _FLAGS.split() if hasattr(_T, name)}
-_METADATA |= {getattr(_T, name) for name in _QUESTIONS.split() if hasattr(_T, name)}
-_METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_inference}
-_METADATA |= {torch.is_conj, torch.is_neg, torch._has_compatible_shallow_copy_type}
-_METADATA |= {_T.requires_grad.__set__}  # type: ignore[attr-defined]
+METADATA: set[Any] = {getattr(_T, name).__get__ for name in _FLAGS.split() if hasattr(_T, name)}
+METADATA |= {getattr(_T, name) for name in _QUESTIONS.split() if hasattr(_T, name)}
+METADATA |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_inference}
+METADATA |= {torch.is_conj, torch.is_neg, torch._has_compatible_shallow_copy_type}
+METADATA |= {_T.requires_grad.__set__}  # type: ignore[attr-defined]
 
 # These return a handle of another dtype (or the same): `model.to(dtype)` on a sharded model.
 _CASTS = {_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type}
 
-_GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-defined]
+GET_DATA, SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-defined]
 
 _SAVING = {"__reduce_ex__", "__deepcopy__", "data_ptr", "untyped_storage", "storage", "numpy", "tolist", "__array__"}
 
@@ -68,7 +68,7 @@ class Resting:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         handle = _first_handle(args, kwargs)
@@ -102,7 +102,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of `shape` over one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
@@ -158,7 +158,7 @@ class ShardParameter(Resting, nn.Parameter):
 
     def _compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", str(func))
-        if _writes(name, kwargs):
+        if writes(name, kwargs):
             raise RuntimeError(self._advice(f"writing with {name!r}"))
 
         def whole(leaf: Any) -> Any:
@@ -187,7 +187,7 @@ class ShardParameter(Resting, nn.Parameter):
         if like.dtype == self.dtype:
             return self
         with torch._C.DisableTorchFunctionSubclass():
-            twin = nn.Parameter(_placeholder(tuple(self.shape), like.dtype, self.device), requires_grad=False)
+            twin = nn.Parameter(placeholder(tuple(self.shape), like.dtype, self.device), requires_grad=False)
         twin.__class__ = ShardParameter
         twin._lane, twin._position = self._lane, self._position  # type: ignore[attr-defined]
         return twin
@@ -206,7 +206,7 @@ class ShardParameter(Resting, nn.Parameter):
             raise RuntimeError(self._advice("setting .data"))
         with torch._C.DisableTorchFunctionSubclass():
             dtype = value.dtype
-            _SET_DATA(self, _placeholder(tuple(self.shape), dtype, self.device))
+            SET_DATA(self, placeholder(tuple(self.shape), dtype, self.device))
         self._lane.unit.engine.cast_requested(self._lane, dtype)
 
     def _describe(self) -> str:
@@ -243,8 +243,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.register_hook: lambda self, hook: self.leaf.register_hook(hook),
     _T.register_post_accumulate_grad_hook: lambda self, hook: self.leaf.register_post_accumulate_grad_hook(hook),
     _T.detach: ShardParameter._detached,
-    _GET_DATA: ShardParameter._detached,
-    _SET_DATA: ShardParameter._set_data,
+    GET_DATA: ShardParameter._detached,
+    SET_DATA: ShardParameter._set_data,
 }
 
 
@@ -262,7 +262,7 @@ class ShardGradient(Resting, torch.Tensor):
         if func is _T.zero_:
             self._lane.zero_gradient(self._position)
             return self
-        if func in (_T.detach_, _T.detach, _GET_DATA):
+        if func in (_T.detach_, _T.detach, GET_DATA):
             return self
         return super()._called(func, args, kwargs)
 
@@ -277,7 +277,7 @@ class ShardGradient(Resting, torch.Tensor):
         )
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+def writes(name: str, kwargs: dict[str, Any]) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in ("__setitem__", "set_data") or name.startswith("__i") or kwargs.get("out") is not None
 
@@ -287,8 +287,8 @@ def become_handle(parameter: nn.Parameter, lane: Lane, position: int) -> ShardPa
     shape, dtype = tuple(parameter.shape), parameter.dtype
     if parameter.device.type == "meta":
         with torch.no_grad():
-            torch.utils.swap_tensors(parameter, _like(parameter, torch.zeros(shape, dtype=dtype, device=lane.device)))
-    parameter.data = _placeholder(shape, dtype, lane.device)
+            torch.utils.swap_tensors(parameter, _like(parameter, placeholder(shape, dtype, lane.device)))
+    parameter.data = placeholder(shape, dtype, lane.device)
     parameter.grad = None
     parameter.__class__ = ShardParameter
     assert isinstance(parameter, ShardParameter)
@@ -304,7 +304,7 @@ def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
 
 def gradient_handle(lane: Lane, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> ShardGradient:
     """Return a handle that stands for a sharded gradient."""
-    handle = _placeholder(shape, dtype, lane.device)
+    handle = placeholder(shape, dtype, lane.device)
     handle.__class__ = ShardGradient
     assert isinstance(handle, ShardGradient)
     handle._lane, handle._position = lane, position
