@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ourshard.offload": _RUNTIME,
     "ourshard.checkpoint": _RUNTIME,
     "ourshard.flags": _RUNTIME,
-    "ourshard.planning": _RUNTIME,
+    "ourshard.planning": (*_RUNTIME, "ourshard.flags"),  # it reads and writes configs
     "ourshard.integrations": _BELOW_INTEGRATIONS,
     "ourshard.cli": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
     "ourshard.trainer_callbacks": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
@@ -169,6 +169,9 @@ for name in sys.argv[1:]:
         del sys.modules[loaded]
     try:
         importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":  # it comes with torch's builds for GPUs only
+            failed.append(name + "\\n" + traceback.format_exc())
     except BaseException:
         failed.append(name + "\\n" + traceback.format_exc())
 sys.exit("\\n".join(failed) or 0)
