@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .source import BUFFER, PARAM, CheckpointError, Source, TensorInfo, TensorKey
+from .source import BUFFER, PARAM, CheckpointError, Source, TensorKey
 from .view import View
 
 _PREFIX = "base_model.model."
@@ -25,12 +25,12 @@ _ORIGINAL = ".original_module."
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What is added to one weight: scale * b @ a, transposed for layers that store (in, out)."""
+    """What is added to one weight: scale * b @ a, transposed for layers that store (in, out) (None: not yet known)."""
 
     a: TensorKey
     b: TensorKey
     scale: float
-    transposed: bool
+    transposed: bool | None
 
 
 class Merged(View):
@@ -119,7 +119,8 @@ def merge_adapter(source: Source, base: Source | None = None) -> Merged:
                 "an adapter alone is merged with base=PATH of its model"
             )
         updates[target] = _update(module, parts, config)
-        _check_shapes(source, updates[target], weights.tensors[origins[target]])
+    shapes = {target: weights.tensors[origins[target]].shape for target in updates}
+    updates = _oriented(source, updates, shapes, bool(config.get("fan_in_fan_out")))
     if base is None:
         origins.update(saved)
     elif saved:
@@ -183,7 +184,7 @@ def _update(module: str, parts: Mapping[str, TensorKey], config: Mapping[str, An
     alpha = _pattern(config.get("alpha_pattern"), plain, config["lora_alpha"])
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     if "A" in parts:
-        return Update(parts["A"], parts["B"], scale, bool(config.get("fan_in_fan_out")))
+        return Update(parts["A"], parts["B"], scale, None)
     return Update(parts["embedding_A"], parts["embedding_B"], scale, True)
 
 
@@ -195,13 +196,35 @@ def _pattern(patterns: Mapping[str, float] | None, module: str, default: float) 
     return default
 
 
-def _check_shapes(source: Source, update: Update, weight: TensorInfo) -> None:
-    a, b = source.tensors[update.a].shape, source.tensors[update.b].shape
-    if len(a) != 2 or len(b) != 2 or len(weight.shape) != 2:
-        raise ValueError(f"{weight.key} has shape {weight.shape} and its LoRA {a}, {b}: only matrices are merged")
-    whole = (b[0], a[1]) if not update.transposed else (a[1], b[0])
-    if a[0] != b[1] or whole != weight.shape:
-        raise CheckpointError(f"{weight.key} has shape {weight.shape}, its LoRA parts {a} and {b} do not fit it")
+def _oriented(
+    source: Source, updates: Mapping[str, Update], shapes: Mapping[str, tuple[int, ...]], transposed: bool
+) -> dict[str, Update]:
+    """Return the updates, transposed where the weight is stored (in, out), as its shape shows.
+
+    For a square weight the config's fan_in_fan_out is taken. PEFT keeps one such flag for all layers, so that it says
+    nothing where both kinds were adapted; then a square weight is refused.
+    """
+    fitting = {}
+    for target, update in updates.items():
+        a, b, whole = source.tensors[update.a].shape, source.tensors[update.b].shape, shapes[target]
+        if len(a) != 2 or len(b) != 2 or len(whole) != 2:
+            raise ValueError(f"{target} has shape {whole} and its LoRA {a}, {b}: only matrices are merged")
+        ways = {way for way, fits in ((False, (b[0], a[1])), (True, (a[1], b[0]))) if fits == whole and a[0] == b[1]}
+        if update.transposed is not None:
+            ways &= {update.transposed}
+        if not ways:
+            raise CheckpointError(f"{target} has shape {whole}, its LoRA parts {a} and {b} do not fit it")
+        fitting[target] = ways
+    certain = {
+        way for target, ways in fitting.items() for way in ways if len(ways) == 1 and updates[target].transposed is None
+    }
+    result = {}
+    for target, ways in fitting.items():
+        if len(ways) == 2 and not certain <= {transposed}:
+            raise ValueError(f"{target} is square, and fan_in_fan_out is not right for all layers; merge it with PEFT")
+        way = transposed if len(ways) == 2 else next(iter(ways))
+        result[target] = replace(updates[target], transposed=way)
+    return result
 
 
 def _plain(name: str) -> str:
