@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": Command(
         "ourshard.checkpoint.commands:inspect_app", "Show what a checkpoint holds, without reading its tensors."
     ),
+    "plan": Command("ourshard.planning.cli:app", "Compare memory, traffic and time of configurations, without a GPU."),
     "verify": Command(
         "ourshard.checkpoint.commands:verify_app", "Check a checkpoint's files and values, or compare it with another."
     ),

@@ -119,7 +119,7 @@ def plan_model(model: nn.Module, config: ShardConfig, shard_ranks: int, *, cast_
 
 def _lane(layout: Any, reduce_dtype: torch.dtype | None) -> PlannedLane:
     key = layout.key
-    reduce = key.compute_dtype if key.placement.whole or reduce_dtype is None else reduce_dtype
+    reduce = reduce_dtype or key.compute_dtype
     return PlannedLane(
         numel=layout.numel,
         shard_numel=layout.shard_numel,

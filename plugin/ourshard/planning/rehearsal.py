@@ -75,7 +75,7 @@ class Move:
     does: Does
     unit: int
     held: dict[Kind, int]
-    in_flight: int = 0  # bytes of whole gradients that backward made and the runtime has not taken
+    in_flight: int = 0  # bytes of gradients between backward and the runtime, and of buffers that reductions still read
     collectives: tuple[Collective, ...] = ()
     nbytes: int = 0
     visit: Visit | None = None
@@ -135,7 +135,7 @@ class Rehearsal:
         self._root = self._units[-1]
         self._backward = False
         self._sync = True
-        self._pending = 0  # reductions that compute has not waited for
+        self._pending: list[int] = []  # bytes of the buffers of reductions that compute has not waited for
         self._held: Counter[Kind] = Counter(_at_rest(self.planned.lanes))
         nobody: Any = _Nobody()
         units: Any = [unit.planned for unit in self._units]
@@ -185,15 +185,15 @@ class Rehearsal:
             if not unit.running:
                 self._require(unit)
                 unit.running = True
+            self._move(Does.COMPUTE, unit, visit=visit)  # what it makes of gradients counts in the visit
             unit.in_flight = sum(_leaf_nbytes(lane.planned) for lane in unit.lanes)
-            self._move(Does.COMPUTE, unit, visit=visit)
             if unit is not self._root and visit.bounded:
                 self._leave(unit)
         for unit in reversed(self._units):
             self._finish(unit)
         self._schedule.end()
         self._backward = False
-        self._pending = 0
+        self._pending.clear()
         self._move(Does.JOIN, self._root)
         for unit in self._units:
             unit.held = unit.running = False
@@ -293,7 +293,7 @@ class Rehearsal:
         planned = lane.planned
         if not planned.trainable:
             return
-        width = planned.reduce_nbytes if reduce_next or planned.direct else planned.store_nbytes
+        width = planned.reduce_nbytes if reduce_next and not planned.direct else planned.store_nbytes
         if not lane.arriving:
             lane.arriving = planned.numel * width
             self._held[_arriving_kind(planned)] += lane.arriving
@@ -306,13 +306,15 @@ class Rehearsal:
         for lane in unit.lanes:
             self._take(unit, lane, reduce_next=lane in due)
         unit.in_flight = 0
+        buffers = sum(_sent_nbytes(lane.planned) for lane in due)
         calls: list[Collective] = []
         for lane in due:
             calls += self._lane_reduction(lane)
         summed = sum(_summed_nbytes(lane.planned) for lane in due)
         self._move(Does.REDUCE, unit, collectives=tuple(calls), nbytes=summed)
-        self._pending += 1
-        if self._pending > self.buffers_in_flight:
+        self._pending.append(buffers)
+        if len(self._pending) > self.buffers_in_flight:
+            self._pending.pop(0)
             self._move(Does.BOUND, unit)
 
     def _lane_reduction(self, lane: _Lane) -> list[Collective]:
@@ -340,7 +342,7 @@ class Rehearsal:
         nbytes: int = 0,
         visit: Visit | None = None,
     ) -> None:
-        in_flight = sum(other.in_flight for other in self._units)
+        in_flight = sum(other.in_flight for other in self._units) + sum(self._pending)
         self.moves.append(Move(does, unit.index, dict(self._held), in_flight, collectives, nbytes, visit))
 
 
@@ -362,6 +364,11 @@ def _arriving_kind(lane: PlannedLane) -> Kind:
 def _leaf_nbytes(lane: PlannedLane) -> int:
     """Bytes of the gradients that backward makes for a lane before the runtime takes them."""
     return lane.used_numel * lane.compute_nbytes if lane.trainable and not lane.direct else 0
+
+
+def _sent_nbytes(lane: PlannedLane) -> int:
+    """Bytes of the buffer that a reduction reads; none where it is the gradient at rest."""
+    return 0 if lane.direct and lane.reduce_nbytes == lane.store_nbytes else lane.numel * lane.reduce_nbytes
 
 
 def _cast_nbytes(lane: PlannedLane) -> int:

@@ -5,8 +5,8 @@ The model runs under torch's `FakeTensorMode`: shapes, dtypes, views, autograd a
 not. Every operation is seen on its way, so that
 * matmul FLOPs, bytes that kernels read and write, and the number of kernels are counted by unit and phase;
 * each new storage counts as held from its making to its end, which gives the activations that are alive at any
-  moment, temporaries included. Parameters are not counted, and neither are their gradients: they belong to the runtime,
-  whose buffers `memory.py` counts.
+  moment, temporaries included. Parameters are not counted: they belong to the runtime, whose buffers `memory.py`
+  counts. Gradients of parameters count while the visit that makes them goes on, and are the runtime's after it.
 Mixed precision is followed as CUDA's autocast does it (`autocast.py`), whatever device this machine has.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -110,6 +110,7 @@ class _Meter(TorchDispatchMode):
         self.visits: list[Visit] = []
         self.open = _Open(root, backward=False)
         self.bounded: set[int] = {root}
+        self.graded: list[torch.Tensor] = []  # parameters that got their gradient in the visit that is going on
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def ignore(self, model: nn.Module) -> None:
@@ -150,7 +151,10 @@ class _Meter(TorchDispatchMode):
         self.open = _Open(unit, backward, peak=self.alive)
 
     def close(self) -> None:
-        if self.open.kernels or not self.visits:
+        for parameter in self.graded:
+            parameter.grad = None
+        self.graded.clear()
+        if self.open.kernels:
             done = self.open
             bounded = done.unit in self.bounded
             self.visits.append(Visit(done.unit, done.backward, dict(done.kernels), done.peak, self.alive, bounded))
@@ -182,7 +186,9 @@ def trace(
         meter = _Meter(len(units))
         meter.ignore(model)
         model.train()
-        stack.enter_context(_boundaries(model, units, meter, activation_checkpointing))
+        if activation_checkpointing:
+            stack.enter_context(_recomputation(units, autocast))
+        stack.enter_context(_boundaries(model, units, meter))
         stack.enter_context(_FlashAttention())
         stack.enter_context(meter)
         if autocast is not None:
@@ -213,7 +219,9 @@ def _materialise(model: nn.Module) -> None:
 
 
 def _on_cpu(value: Any) -> Any:
-    return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_like(value, device="cpu").requires_grad_(value.requires_grad)
 
 
 def _as_accelerate_returns(output: Any) -> Any:
@@ -235,29 +243,32 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _boundaries(model: nn.Module, units: list[nn.Module], meter: _Meter, recompute: bool) -> Iterator[None]:
-    """Tell the meter where each unit's forward and backward begin and end; drop parameters' gradients at once."""
+def _boundaries(model: nn.Module, units: list[nn.Module], meter: _Meter) -> Iterator[None]:
+    """Tell the meter where each unit's forward and backward begin and end, and of parameters' gradients."""
     handles = []
-    forwards: list[tuple[nn.Module, Any]] = []
     for index, unit in enumerate(units):
         handles.append(unit.register_forward_pre_hook(_before(index, meter), with_kwargs=True))
         handles.append(unit.register_forward_hook(_after(index, meter)))
-        if recompute:
-            forwards.append((unit, unit.__dict__.get("forward")))
-            unit.forward = _recomputed(unit.forward)  # type: ignore[method-assign]
     for parameter in model.parameters():
         if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+            handles.append(parameter.register_post_accumulate_grad_hook(meter.graded.append))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for unit, own in forwards:
-            if own is None:
-                del unit.forward
-            else:
-                unit.forward = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _recomputation(units: list[nn.Module], autocast: torch.dtype | None) -> Iterator[None]:
+    """Let units keep their inputs alone and compute again in backward, under the same casts."""
+    for unit in units:
+        unit.forward = _recomputed(unit.forward, autocast)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for unit in units:
+            del unit.forward
 
 
 def _before(index: int, meter: _Meter) -> Any:
@@ -287,14 +298,14 @@ def _after(index: int, meter: _Meter) -> Any:
     return hook
 
 
-def _recomputed(forward: Any) -> Any:
+def _recomputed(forward: Any, autocast: torch.dtype | None) -> Any:
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        with CudaAutocast(autocast) if autocast is not None else nullcontext():
+            return forward(*args, **kwargs)
+
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # As transformers' own layers do when they are recomputed, which would append to the cache a second time.
         kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(compute, *args, use_reentrant=False, **kwargs)
 
     return wrapped
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None

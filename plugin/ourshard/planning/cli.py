@@ -1,0 +1,144 @@
+"""`ourshard plan`: what each configuration would cost, without a GPU and without weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from ourshard.config import ShardConfig, flatten
+from ourshard.flags.result import from_values
+from ourshard.flags.sources import resolve
+from ourshard.flags.translate import compose
+from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
+from ourshard.planning.model import load_model, make_batch, parse_input
+from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, scaling
+from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
+
+app = typer.Typer(add_completion=False)
+_COUNTS = [2**power for power in range(15)]  # 1 to 16,384
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A model folder, a config.json, or module:Class.")],
+    *,
+    options: Annotated[list[str] | None, typer.Option("--with", help="KEY=VALUE of the config or the class.")] = None,
+    gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100, a100-40, l40s or rtx4090.")] = "h100",
+    gpus: Annotated[int, typer.Option(help="GPUs over all nodes.")] = 8,
+    nodes: Annotated[int, typer.Option(help="Nodes that they fill.")] = 1,
+    memory: Annotated[float | None, typer.Option(help="GiB that a process can use on a GPU.")] = None,
+    link: Annotated[float | None, typer.Option(help="GB/s of a GPU to others of its node, one way.")] = None,
+    network: Annotated[float | None, typer.Option(help="GB/s of a GPU to other nodes.")] = None,
+    disk: Annotated[float | None, typer.Option(help="GB/s of a node's disk.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples of one rank in one forward.")] = 1,
+    length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
+    inputs: Annotated[list[str] | None, typer.Option("--input", help="NAME=SHAPE:DTYPE, for your own.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Forwards in an optimizer step.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd.")] = "adamw",
+    mixed_precision: Annotated[str, typer.Option(help="no, fp16 or bf16.")] = "bf16",
+    base: Annotated[list[str] | None, typer.Option("--set", help="Keep these keys: short form or a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory by kind to this PNG.")] = None,
+    curve: Annotated[Path | None, typer.Option("--scaling", help="Draw 1 to 16,384 GPUs to this PNG.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the cheapest that fits as YAML.")] = None,
+) -> None:
+    """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
+
+    Memory is counted on a run with fake tensors, step time is simulated: see docs/numbers.md for how close they are.
+    """
+    try:
+        hardware = _adjusted(hardware_of(gpu, gpus, nodes), memory, link, network, disk)
+        built = load_model(model, _options(options))
+        given = dict(parse_input(text) for text in inputs or ())
+        workload = Workload(make_batch(built, batch, length, given), accumulate, optimizer, mixed_precision)
+        planner = Planner(built, workload, hardware)
+        start = resolve({f"--set {text}": text for text in base or ()}, {}).config
+        rows = planner.rows(candidates(start, hardware))
+        chosen = cheapest(rows)
+        _print(rows, hardware, chosen, as_json)
+        if plot is not None:
+            plot_memory(rows, hardware, plot)
+        if curve is not None:
+            plot_scaling({row.name: scaling(planner, row.config, _counts(hardware)) for row in _curves(rows)}, curve)
+        if output is not None:
+            _write(output, chosen, hardware, mixed_precision)
+    except ValueError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if chosen is not None else 1)
+
+
+def _adjusted(
+    hardware: Hardware, memory: float | None, link: float | None, network: float | None, disk: float | None
+) -> Hardware:
+    """Put what the user measured in the place of the data sheet's numbers."""
+    given = {
+        "memory": None if memory is None else int(memory * GIB),
+        "link_rate": None if link is None else link * GB,
+        "network_rate": None if network is None else network * GB,
+        "disk_rate": None if disk is None else disk * GB,
+    }
+    return hardware.replace(**{name: value for name, value in given.items() if value is not None})
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--with: {text!r} is not KEY=VALUE.")
+        options[name] = yaml.safe_load(value)
+    return options
+
+
+def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: bool) -> None:
+    if as_json:
+        document = {"rows": [as_dict(row) for row in rows], "cheapest": chosen.name if chosen else None}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    console.print(as_table(rows, hardware, chosen))
+    if chosen is None:
+        need = min(row.memory.peak for row in rows) / GIB
+        console.print(f"None fits: the smallest needs {need:.1f} GiB. Use more GPUs, a smaller --batch or --length.")
+    else:
+        console.print(f"* the cheapest that fits: {chosen.name}")
+
+
+def _curves(rows: list[Row]) -> list[Row]:
+    """Return the rows to draw over the number of GPUs: all stages without recomputation."""
+    return [row for row in rows if not row.config.activation_checkpointing and row.config.reshard_after_forward]
+
+
+def _counts(hardware: Hardware) -> list[int]:
+    node = hardware.gpus_per_node
+    return [count for count in _COUNTS if count <= node or count % node == 0]
+
+
+def _write(path: Path, chosen: Row | None, hardware: Hardware, mixed_precision: str) -> None:
+    if chosen is None:
+        raise ValueError(f"{path}: nothing is written, since nothing fits.")
+    said = from_values(_differences(chosen.config), "plan")
+    accelerate: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "mixed_precision": mixed_precision,
+        "num_processes": hardware.gpus,
+        "num_machines": hardware.nodes,
+        "machine_rank": 0,
+        "use_cpu": False,
+    }
+    path.write_text(compose(said, accelerate), encoding="utf-8")
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _differences(config: ShardConfig) -> dict[str, Any]:
+    """Return the keys in which `config` differs from the defaults, and the stage; dtypes follow mixed precision."""
+    mine, default = flatten(config.to_dict()), flatten(ShardConfig().to_dict())
+    kept = [key for key in mine if mine[key] != default[key] and key != "precision.param_dtype"]
+    return {key: mine[key] for key in ("stage", *(key for key in kept if key != "stage"))}

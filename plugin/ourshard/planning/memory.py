@@ -1,0 +1,82 @@
+"""Bytes on a device over a rehearsed step, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ourshard.planning.formulas import Optimizer
+from ourshard.planning.layouts import PlannedModel
+from ourshard.planning.rehearsal import Does, Move
+from ourshard.runtime.ledger import Kind
+
+# cuBLAS keeps this on Hopper for matrix products (CUDA 13, "cuBLAS workspace": 32 MiB); it counts as allocated.
+WORKSPACE = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank at the moment when most is allocated, and at rest."""
+
+    masters: int
+    optimizer: int
+    whole: int  # parameters that stay whole
+    slots: int  # parameters that are whole for a while
+    gradients: int  # at rest and on their way
+    activations: int
+    workspace: int
+    at_rest: int  # between steps
+
+    @property
+    def peak(self) -> int:
+        return (
+            self.masters + self.optimizer + self.whole + self.slots + self.gradients + self.activations + self.workspace
+        )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes at the peak, by name, in the order of the table."""
+        return {
+            "masters": self.masters,
+            "optimizer": self.optimizer,
+            "whole": self.whole,
+            "slots": self.slots,
+            "gradients": self.gradients,
+            "activations": self.activations,
+            "workspace": self.workspace,
+        }
+
+
+def memory_of(
+    planned: PlannedModel, moves: Sequence[Move], optimizer: Optimizer, workspace: int = WORKSPACE, inputs: int = 0
+) -> Memory:
+    """Return the memory of a step whose `moves` have settled; `inputs` are bytes of a batch on the device."""
+    states = int(sum(lane.master_nbytes for lane in planned.lanes if lane.trainable) * optimizer.states)
+    alive = [0] * len(moves)  # activations at each move
+    latest = 0
+    for index, move in enumerate(moves):
+        if move.visit is not None:
+            alive[index] = move.visit.peak
+            latest = move.visit.alive
+        elif move.does is Does.STEP:
+            latest = 0
+            alive[index] = 0
+        else:
+            alive[index] = latest
+    top = max(range(len(moves)), key=lambda index: _engine(moves[index]) + alive[index])
+    held = moves[top].held
+    rest = moves[-1].held
+    return Memory(
+        masters=held.get(Kind.MASTER, 0),
+        optimizer=states,
+        whole=held.get(Kind.FULL, 0),
+        slots=held.get(Kind.SLOT, 0),
+        gradients=held.get(Kind.GRADIENT, 0) + held.get(Kind.REDUCE, 0) + moves[top].in_flight,
+        activations=alive[top] + inputs,
+        workspace=workspace,
+        at_rest=sum(rest.values()) + states + workspace,
+    )
+
+
+def _engine(move: Move) -> int:
+    return sum(move.held.values()) + move.in_flight

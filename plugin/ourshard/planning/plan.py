@@ -1,0 +1,215 @@
+"""Compare configurations of one model on one cluster: memory, traffic, time; find the cheapest that fits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ourshard.config import ShardConfig
+from ourshard.planning.formulas import OPTIMIZERS, Reach, checkpoint_nbytes
+from ourshard.planning.hardware import Hardware
+from ourshard.planning.layouts import PlannedModel, plan_model
+from ourshard.planning.memory import Memory, memory_of
+from ourshard.planning.model import Batch
+from ourshard.planning.rehearsal import MeshSizes, Move, Rehearsal
+from ourshard.planning.simulate import Timing, group_of, simulate
+from ourshard.planning.trace import Trace, trace
+
+_COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained, apart from how it is sharded."""
+
+    batch: Batch  # of one rank and one forward
+    micro_batches: int = 1  # forwards in an optimizer step
+    optimizer: str = "adamw"
+    mixed_precision: str = "bf16"  # Accelerate's: no, fp16 or bf16
+    clip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"--optimizer: {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}.")
+        if self.mixed_precision not in ("no", *_COMPUTE):
+            raise ValueError(f"--mixed-precision: {self.mixed_precision!r} is not one of no, fp16, bf16.")
+        if self.micro_batches < 1:
+            raise ValueError(f"--accumulate: {self.micro_batches!r} must be 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one configuration costs."""
+
+    config: ShardConfig
+    memory: Memory
+    timing: Timing
+    seconds: tuple[float, float]  # of a step, best and worst
+    tokens_per_second: float  # of all ranks
+    wire_inside: int  # bytes that one rank sends to ranks of its node in a step
+    wire_between: int  # bytes that one rank sends to other nodes in a step
+    checkpoint: int  # bytes, of all ranks
+    checkpoint_seconds: float
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        """Say what sets this row apart."""
+        return describe(self.config)
+
+
+def describe(config: ShardConfig) -> str:
+    """Return a few words for a configuration."""
+    words = [f"stage {config.stage}"]
+    if config.stage == 3 and not config.reshard_after_forward:
+        words.append("kept whole for backward")
+    if config.shard_size is not None:
+        words.append(f"in each {'node' if config.shard_size == 'node' else config.shard_size}")
+    if config.activation_checkpointing:
+        words.append("recomputed")
+    return ", ".join(words)
+
+
+def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
+    """Yield the configurations to compare: stages, hybrid shard where there are several nodes, recomputation."""
+    sizes: list[Any] = [None] if hardware.nodes == 1 or hardware.gpus_per_node == 1 else [None, "node"]
+    for recompute in (False, True):
+        for size in sizes:
+            for stage in (0, 1, 2, 3):
+                if stage == 0 and size is not None:
+                    continue
+                changes: dict[str, Any] = {"stage": stage, "shard_size": size, "activation_checkpointing": recompute}
+                yield base.replace(**changes, reshard_after_forward=True)
+                if stage == 3:
+                    yield base.replace(**changes, reshard_after_forward=False)
+
+
+@dataclass
+class Planner:
+    """Plans of one model and workload; what configurations have in common is computed once."""
+
+    model: nn.Module  # on the meta device
+    workload: Workload
+    hardware: Hardware
+    _traces: dict[tuple[Any, ...], Trace] = field(default_factory=dict)
+
+    def rows(self, configs: Iterable[ShardConfig]) -> list[Row]:
+        """Return one row for each configuration."""
+        return [self.row(config) for config in configs]
+
+    def row(self, config: ShardConfig) -> Row:
+        """Predict what `config` costs.
+
+        Raises:
+            ValueError: the config does not fit the hardware (a shard size that does not divide the ranks).
+        """
+        config = self._resolved(config)
+        mesh = mesh_of(config, self.hardware)
+        planned = plan_model(self.model, config, mesh.shard)
+        moves = self._rehearse(planned, config, mesh)
+        optimizer = OPTIMIZERS[self.workload.optimizer]
+        memory = memory_of(planned, moves, optimizer, inputs=self.workload.batch.nbytes)
+        middle, best, worst = (
+            simulate(moves, mesh, self.hardware, optimizer, reach) for reach in (Reach.MIDDLE, Reach.BEST, Reach.WORST)
+        )
+        tokens = self.workload.batch.tokens * self.workload.micro_batches * self.hardware.gpus
+        store = sum(lane.used_numel * lane.store_nbytes for lane in planned.lanes)
+        checkpoint = checkpoint_nbytes(store, optimizer)
+        inside, between = traffic(moves, mesh, self.hardware)
+        return Row(
+            config=config,
+            memory=memory,
+            timing=middle,
+            seconds=(best.total, worst.total),
+            tokens_per_second=tokens / middle.total,
+            wire_inside=inside,
+            wire_between=between,
+            checkpoint=checkpoint,
+            checkpoint_seconds=checkpoint / self.hardware.nodes / self.hardware.disk_rate,
+            fits=memory.peak <= self.hardware.memory,
+        )
+
+    def _resolved(self, config: ShardConfig) -> ShardConfig:
+        """Follow Accelerate's mixed precision, as `prepare` does."""
+        dtype = _COMPUTE.get(self.workload.mixed_precision)
+        if config.precision.param_dtype is None and dtype:
+            return config.replace(precision={"param_dtype": dtype})
+        return config
+
+    def _rehearse(self, planned: PlannedModel, config: ShardConfig, mesh: MeshSizes) -> Sequence[Move]:
+        visits = self.trace(planned, config).visits
+        rehearsal = Rehearsal(planned, config, mesh, visits, self.workload.micro_batches, self.workload.clip)
+        return rehearsal.settled()
+
+    def trace(self, planned: PlannedModel, config: ShardConfig) -> Trace:
+        """Return the fake run for `config`; one serves all configurations that compute alike."""
+        dtype = getattr(torch, config.precision.param_dtype or "float32")
+        key = (config.wrap, config.activation_checkpointing, dtype, config.persist_below)
+        if key not in self._traces:
+            model = copy.deepcopy(self.model)
+            _cast_parameters(model, dtype, config.persist_below)
+            modules = dict(model.named_modules())
+            names = {id(module): name for name, module in self.model.named_modules()}
+            units = [modules[names[id(module)]] for module in planned.modules]
+            autocast = dtype if dtype.itemsize == 2 else None
+            self._traces[key] = trace(
+                model,
+                units,
+                self.workload.batch.inputs,
+                autocast=autocast,
+                activation_checkpointing=config.activation_checkpointing,
+            )
+        return self._traces[key]
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype, persist_below: int) -> None:
+    """Give parameters the dtype that they compute in; small ones keep theirs, as with Accelerate's mixed precision."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.numel() >= persist_below and dtype.itemsize == 2:
+            parameter.data = parameter.data.to(dtype)
+
+
+def mesh_of(config: ShardConfig, hardware: Hardware) -> MeshSizes:
+    """Return the mesh that `config` makes of the hardware's GPUs.
+
+    Raises:
+        ValueError: the shard size does not divide the ranks.
+    """
+    size = config.shard_size
+    shard = hardware.gpus if size is None else hardware.gpus_per_node if size == "node" else int(size)
+    if hardware.gpus % shard:
+        raise ValueError(f"shard_size: {size!r} does not divide {hardware.gpus} ranks.")
+    return MeshSizes(shard, hardware.gpus // shard)
+
+
+def traffic(moves: Sequence[Move], mesh: MeshSizes, hardware: Hardware) -> tuple[int, int]:
+    """Return the bytes that one rank sends in a step: inside of its node, and (its share) to other nodes."""
+    inside = between = 0
+    for move in moves:
+        for call in move.collectives:
+            group = group_of(call.axis, mesh, hardware)
+            sent = call.wire_nbytes(group.ranks)
+            inside += sent if group.per_node > 1 else 0
+            between += sent // group.per_node if group.nodes > 1 else 0
+    return inside, between
+
+
+def cheapest(rows: Sequence[Row]) -> Row | None:
+    """Return the row that fits and trains the most tokens a second; of equals, the one that needs less memory."""
+    fitting = [row for row in rows if row.fits]
+    return max(fitting, key=lambda row: (row.tokens_per_second, -row.memory.peak), default=None)
+
+
+def scaling(planner: Planner, config: ShardConfig, counts: Iterable[int]) -> Mapping[int, Row]:
+    """Predict `config` on other numbers of GPUs, in nodes as the planner's hardware has them."""
+    rows = {}
+    for count in counts:
+        node = min(count, planner.hardware.gpus_per_node)
+        hardware = planner.hardware.replace(gpus=count, gpus_per_node=node)
+        rows[count] = Planner(planner.model, planner.workload, hardware, planner._traces).row(config)
+    return rows

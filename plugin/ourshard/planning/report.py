@@ -1,0 +1,122 @@
+"""A plan as a table, as JSON, and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ourshard.planning.hardware import GB, GIB, Hardware
+from ourshard.planning.plan import Row
+
+_COLUMNS = ("GiB", "states", "params", "grads", "activ.", "GiB in node", "between", "step s", "tokens/s", "checkpoint")
+
+
+def as_table(rows: Sequence[Row], hardware: Hardware, chosen: Row | None) -> Table:
+    """Return the rows as a rich table; the chosen one is marked."""
+    title = f"{hardware.gpus} x {hardware.name} in {hardware.nodes} node(s), {hardware.memory / GIB:.0f} GiB each"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("configuration")
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        best, worst = row.seconds
+        table.add_row(
+            "*" if row is chosen else "" if row.fits else "too big",
+            row.name,
+            f"{row.memory.peak / GIB:.1f}",
+            f"{(row.memory.masters + row.memory.optimizer) / GIB:.1f}",
+            f"{(row.memory.whole + row.memory.slots) / GIB:.1f}",
+            f"{row.memory.gradients / GIB:.1f}",
+            f"{row.memory.activations / GIB:.1f}",
+            f"{row.wire_inside / GIB:.1f}",
+            f"{row.wire_between / GIB:.1f}",
+            f"{row.timing.total:.3g} ({best:.3g} to {worst:.3g})",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.checkpoint / GB:.0f} GB, {row.checkpoint_seconds:.0f} s",
+            style="bold" if row is chosen else None if row.fits else "dim",
+        )
+    return table
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    """Return a row as plain values; bytes and seconds."""
+    best, worst = row.seconds
+    return {
+        "name": row.name,
+        "fits": row.fits,
+        "config": row.config.to_dict(),
+        "memory": {**row.memory.parts, "peak": row.memory.peak, "at_rest": row.memory.at_rest},
+        "wire": {"inside_node": row.wire_inside, "between_nodes": row.wire_between},
+        "seconds": {
+            "step": row.timing.total,
+            "best": best,
+            "worst": worst,
+            "compute": row.timing.compute,
+            "optimizer": row.timing.step,
+            "exposed": row.timing.exposed,
+            "waiting_for_host": row.timing.starved,
+        },
+        "tokens_per_second": row.tokens_per_second,
+        "checkpoint": {"nbytes": row.checkpoint, "seconds": row.checkpoint_seconds},
+    }
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_memory(rows: Sequence[Row], hardware: Hardware, path: Path) -> None:
+    """Draw one bar a row, stacked by what the memory is for, with the limit of the GPU."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.34 * len(rows)), layout="constrained")
+    names = [row.name for row in rows]
+    left = [0.0] * len(rows)
+    for part in rows[0].memory.parts:
+        sizes = [row.memory.parts[part] / GIB for row in rows]
+        if any(sizes):
+            axes.barh(names, sizes, left=left, label=part, height=0.7)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.axvline(hardware.memory / GIB, color="black", linestyle="--", linewidth=1)
+    axes.text(hardware.memory / GIB, -0.7, f"{hardware.name}", ha="center", va="bottom", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(*left, hardware.memory / GIB) * 1.02)
+    axes.set_xlabel("GiB on each GPU when most is allocated")
+    figure.legend(fontsize=8, ncols=6, loc="outside lower center", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def plot_scaling(curves: Mapping[str, Mapping[int, Row]], path: Path) -> None:
+    """Draw tokens a second of one GPU over the number of GPUs, one line a configuration, with the error as a band."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for name, rows in curves.items():
+        counts = sorted(rows)
+        middle = [rows[count].tokens_per_second / count for count in counts]
+        scale = [rows[count].timing.total for count in counts]
+        low = [m * s / rows[c].seconds[1] for m, s, c in zip(middle, scale, counts, strict=True)]
+        high = [m * s / rows[c].seconds[0] for m, s, c in zip(middle, scale, counts, strict=True)]
+        (line,) = axes.plot(counts, middle, marker="o", markersize=3, label=name)
+        axes.fill_between(counts, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("tokens a second and GPU")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,168 @@
+"""How long a rehearsed step takes: streams, links and the host as clocks.
+
+Four clocks run: the host, which queues everything in order; the compute stream; the gather and reduce streams, which
+wait for compute as it is when they are issued (Note [Streams] in runtime/streams.py); and the wire, which carries one
+collective at a time, since all of them go through the same communicators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ourshard.planning.formulas import Group, Optimizer, Reach, copy_seconds, kernel_seconds, ring_seconds
+from ourshard.planning.hardware import Hardware
+from ourshard.planning.rehearsal import Collective, Does, MeshSizes, Move
+from ourshard.planning.trace import Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one step of one rank."""
+
+    total: float
+    compute: float  # kernels of the model
+    step: float  # clipping and the optimizer
+    exposed: float  # compute waited for the wire
+    starved: float  # compute waited for the host
+    wire: float  # collectives, overlapped or not
+
+
+def group_of(axis: str, mesh: MeshSizes, hardware: Hardware) -> Group:
+    """Return the ranks of an axis and how many of them share a node; ranks of one shard group are neighbours."""
+    node = hardware.gpus_per_node
+    if axis == "shard":
+        return Group(mesh.shard, min(mesh.shard, node))
+    if axis == "replicate":
+        return Group(mesh.replicate, min(mesh.replicate, max(1, node // mesh.shard)))
+    return Group(mesh.world, min(mesh.world, node))
+
+
+def simulate(
+    moves: Sequence[Move], mesh: MeshSizes, hardware: Hardware, optimizer: Optimizer, reach: Reach = Reach.MIDDLE
+) -> Timing:
+    """Time a step in the middle of a run: the moves are played three times, and the last is measured."""
+    clocks = _Clocks(mesh, hardware, optimizer, reach)
+    for _ in range(2):
+        clocks.play(moves)
+    before = clocks.snapshot()
+    clocks.play(moves)
+    after = clocks.snapshot()
+    return Timing(**{name: after[name] - before[name] for name in after})
+
+
+@dataclass
+class _Clocks:
+    """The clocks, and what is counted on the way."""
+
+    mesh: MeshSizes
+    hardware: Hardware
+    optimizer: Optimizer
+    reach: Reach
+    host: float = 0.0
+    compute: float = 0.0
+    wire: float = 0.0
+    gathered: dict[int, float] = field(default_factory=dict)  # unit -> when its gather is over
+    reduced: list[float] = field(default_factory=list)  # ends of reductions that nobody waited for
+    computed: float = 0.0
+    stepped: float = 0.0
+    exposed: float = 0.0
+    starved: float = 0.0
+    sent: float = 0.0
+    _visits: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def play(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._acts[move.does](self, move)
+
+    def snapshot(self) -> dict[str, float]:
+        return {
+            "total": self.compute,
+            "compute": self.computed,
+            "step": self.stepped,
+            "exposed": self.exposed,
+            "starved": self.starved,
+            "wire": self.sent,
+        }
+
+    def _send(self, start: float, calls: Sequence[Collective]) -> float:
+        """Put collectives on the wire; return when the last one is over."""
+        end = start
+        for call in calls:
+            self.host += self.hardware.kernel_seconds
+            once = ring_seconds(
+                call.whole_nbytes, group_of(call.axis, self.mesh, self.hardware), self.hardware, self.reach
+            )
+            seconds = 2 * once if call.name == "all_reduce" else once
+            end = max(end, self.wire) + seconds
+            self.wire = end
+            self.sent += seconds
+        return end
+
+    def _issue(self) -> float:
+        """Return when a stream that waits for compute can begin."""
+        return max(self.compute, self.host)
+
+    def _wait(self, until: float) -> None:
+        self.exposed += max(0.0, until - self.compute)
+        self.compute = max(self.compute, until)
+
+    def _gather(self, move: Move) -> None:
+        cast = copy_seconds(move.nbytes, self.hardware, self.reach)
+        self.gathered[move.unit] = self._send(self._issue() + cast, move.collectives)
+
+    def _reduce(self, move: Move) -> None:
+        end = self._send(self._issue(), move.collectives)
+        self.reduced.append(end + copy_seconds(move.nbytes, self.hardware, self.reach))
+
+    def _use(self, move: Move) -> None:
+        self._wait(self.gathered.pop(move.unit, 0.0))
+
+    def _run(self, move: Move) -> None:
+        assert move.visit is not None
+        device, host = self._visit_seconds(move.visit)
+        begin = max(self.compute, self.host)
+        self.starved += max(0.0, self.host - self.compute)
+        self.host += host
+        self.compute = max(begin + device, self.host)
+        self.starved += self.compute - begin - device
+        self.computed += device
+
+    def _visit_seconds(self, visit: Visit) -> tuple[float, float]:
+        known = self._visits.get(id(visit))
+        if known is None:
+            seconds = sum(
+                count * kernel_seconds(kernel.flops, kernel.nbytes, self.hardware, self.reach)
+                for kernel, count in visit.kernels.items()
+            )
+            known = self._visits[id(visit)] = (seconds, visit.calls * self.hardware.kernel_seconds)
+        return known
+
+    def _copy(self, move: Move) -> None:
+        self.compute += copy_seconds(move.nbytes, self.hardware, self.reach)
+
+    def _bound(self, move: Move) -> None:
+        self._wait(self.reduced.pop(0))
+
+    def _join(self, move: Move) -> None:
+        self._wait(max(self.reduced, default=0.0))
+        self.reduced.clear()
+
+    def _step(self, move: Move) -> None:
+        seconds = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
+        self.compute += seconds
+        self.stepped += seconds
+
+    _acts: Mapping[Does, Callable[[_Clocks, Move], None]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._acts = {
+            Does.GATHER: _Clocks._gather,
+            Does.REDUCE: _Clocks._reduce,
+            Does.USE: _Clocks._use,
+            Does.COMPUTE: _Clocks._run,
+            Does.COPY: _Clocks._copy,
+            Does.BOUND: _Clocks._bound,
+            Does.JOIN: _Clocks._join,
+            Does.STEP: _Clocks._step,
+        }

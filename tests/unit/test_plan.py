@@ -1,0 +1,392 @@
+"""The planner's laws: memory, bytes on the wire, FLOPs, activations and time, each against a formula by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ourshard.config import ShardConfig
+from ourshard.flags.sources import load, read_document
+from ourshard.planning.autocast import CudaAutocast
+from ourshard.planning.cli import app
+from ourshard.planning.formulas import OPTIMIZERS, Group, Reach, kernel_seconds, ring_seconds
+from ourshard.planning.hardware import GB, Hardware, hardware_of
+from ourshard.planning.layouts import plan_model
+from ourshard.planning.memory import memory_of
+from ourshard.planning.model import load_model, make_batch, parse_input
+from ourshard.planning.plan import Planner, Workload, candidates, cheapest, mesh_of, scaling, traffic
+from ourshard.planning.rehearsal import Does, MeshSizes, Move, Rehearsal
+from ourshard.planning.simulate import simulate
+from ourshard.planning.trace import Trace, trace
+from ourshard.planning.wire import Axes, Step, Transport, by_collective, lane_traffic
+from ourshard.runtime.ledger import Kind
+from torch import nn
+from typer.testing import CliRunner
+
+WIDTH, BLOCKS = 64, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Equal blocks and nothing else, so that laws can be written down."""
+
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Layer() for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+PARAMETERS = BLOCKS * 8 * WIDTH * WIDTH
+UNIT = 8 * WIDTH * WIDTH
+HALF = {"param_dtype": "bfloat16"}
+
+
+def stack(blocks: int = BLOCKS) -> Stack:
+    with torch.device("meta"):
+        return Stack(blocks)
+
+
+def fake_run(samples: int = 4, **options: Any) -> Trace:
+    model = stack()
+    x = torch.zeros(samples, WIDTH, device="meta", requires_grad=True)
+    return trace(model, list(model.blocks), {"x": x}, **options)
+
+
+def rehearse(config: ShardConfig, mesh: MeshSizes, micro_batches: int = 1) -> tuple[Rehearsal, list[Move]]:
+    planned = plan_model(stack(), config, mesh.shard)
+    rehearsal = Rehearsal(planned, config, mesh, fake_run().visits, micro_batches)
+    return rehearsal, rehearsal.settled()
+
+
+# ---- memory --------------------------------------------------------------------------------------------------
+
+
+@given(world=st.sampled_from([2, 4, 8, 64]), optimizer=st.sampled_from(sorted(OPTIMIZERS)))
+@settings(max_examples=12, deadline=None)
+def test_stage_3_at_rest_holds_its_part_of_masters_gradients_and_states(world: int, optimizer: str) -> None:
+    rehearsal, moves = rehearse(ShardConfig(precision=ShardConfig().precision), MeshSizes(world))
+    memory = memory_of(rehearsal.planned, moves, OPTIMIZERS[optimizer], workspace=0)
+    per_element = 4 + 4 + 4 * OPTIMIZERS[optimizer].states
+    assert memory.at_rest == PARAMETERS / world * per_element
+
+
+@pytest.mark.parametrize(("depth", "slots"), [(0, 1), (1, 3), (2, 4)])
+def test_stage_3_holds_the_unit_that_computes_and_those_gathered_ahead(depth: int, slots: int) -> None:
+    # one ahead in forward; after a reduction the runtime gathers one more before it releases, hence three
+    config = ShardConfig().replace(prefetch={"forward": depth, "backward": depth}, precision=HALF)
+    _, moves = rehearse(config, MeshSizes(8))
+    assert max(move.held[Kind.SLOT] for move in moves) == slots * UNIT * 2
+    assert max(move.held.get(Kind.REDUCE, 0) for move in moves) == UNIT * 2
+
+
+def test_each_stage_shards_more() -> None:
+    rest = []
+    for stage in (0, 1, 2, 3):
+        rehearsal, moves = rehearse(ShardConfig(stage=stage).replace(precision=HALF), MeshSizes(8))
+        rest.append(memory_of(rehearsal.planned, moves, OPTIMIZERS["adamw"], workspace=0).at_rest)
+    whole, shard = PARAMETERS, PARAMETERS // 8
+    # masters, gradients and two moments in float32; whole parameters in bfloat16
+    assert rest == [whole * (4 + 4 + 8 + 2), *[whole * 2 + shard * 16] * 2, shard * 16]
+
+
+def test_the_peak_is_the_sum_of_its_parts_and_never_below_rest() -> None:
+    rehearsal, moves = rehearse(ShardConfig().replace(precision=HALF), MeshSizes(8))
+    memory = memory_of(rehearsal.planned, moves, OPTIMIZERS["adamw"], inputs=1000)
+    assert memory.peak == sum(memory.parts.values()) > memory.at_rest
+
+
+# ---- bytes on the wire ---------------------------------------------------------------------------------------
+
+
+@given(
+    world=st.sampled_from([1, 2, 4, 8]),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    reshard=st.booleans(),
+    micro_batches=st.sampled_from([1, 3]),
+    accumulate=st.sampled_from(["sharded", "deferred"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_step_sends_what_the_formulas_say(
+    world: int, stage: int, reshard: bool, micro_batches: int, accumulate: str
+) -> None:
+    config = ShardConfig(stage=stage, reshard_after_forward=reshard).replace(accumulate=accumulate, precision=HALF)
+    rehearsal, moves = rehearse(config, MeshSizes(world), micro_batches)
+    step = Step(stage, micro_batches, reshard, accumulate=config.accumulate)
+    wanted: Counter[str] = Counter()
+    for lane in rehearsal.planned.lanes:
+        wanted += by_collective(lane_traffic(lane.numel, Axes(world), step, Transport(2, 2)))
+    found: Counter[str] = Counter()
+    for move in moves:
+        for call in move.collectives:
+            axis = "shard" if call.axis == "world" else call.axis
+            found[f"{call.name}/{axis}"] += call.wire_nbytes(rehearsal.mesh.of(call.axis))
+    assert found == wanted
+
+
+@pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_stages_send_two_or_three_times_the_parameters(stage: int, times: int) -> None:
+    world = 8
+    _, moves = rehearse(ShardConfig(stage=stage).replace(precision=HALF), MeshSizes(world))
+    hardware = hardware_of("h100", world)
+    inside, between = traffic(moves, MeshSizes(world), hardware)
+    assert (inside, between) == (times * 2 * PARAMETERS * (world - 1) // world, 0)
+
+
+def test_hybrid_shard_keeps_gathers_in_the_node() -> None:
+    hardware = hardware_of("h100", 16, 2)
+    config = ShardConfig(shard_size="node").replace(precision=HALF)
+    mesh = mesh_of(config, hardware)
+    assert mesh == MeshSizes(8, 2)
+    _, moves = rehearse(config, mesh)
+    assert all(call.axis == "shard" for move in moves if move.does is Does.GATHER for call in move.collectives)
+    _, between = traffic(moves, mesh, hardware)
+    assert between == PARAMETERS // 8 * 2  # an all-reduce of the gradient's shard over two nodes: 2 b (2 - 1) / 2
+
+
+# ---- the fake run --------------------------------------------------------------------------------------------
+
+
+def test_flops_are_two_for_each_weight_and_row_and_twice_that_in_backward() -> None:
+    assert fake_run(samples=4).flops == 6 * PARAMETERS * 4
+
+
+def test_recomputation_adds_a_forward_and_keeps_only_inputs_of_units() -> None:
+    plain, recomputed = fake_run(samples=512), fake_run(samples=512, activation_checkpointing=True)
+    # torch stops a recomputation when it has what backward needs: the last product of a unit is not done again
+    assert recomputed.flops - plain.flops == 2 * (PARAMETERS // 2) * 512
+    forward = [next(v.alive for v in run.visits if v.unit == BLOCKS - 1) for run in (plain, recomputed)]
+    row = 512 * WIDTH * 4
+    assert forward == [BLOCKS * (4 + 1) * row, BLOCKS * row]  # hidden values and output; output alone
+
+
+def test_activations_grow_with_the_batch_and_nothing_else_does() -> None:
+    one, two = fake_run(samples=8), fake_run(samples=16)
+    gradients = UNIT * 4  # of the unit that computes when most is alive, the same for every batch
+    assert two.peak - gradients == pytest.approx(2 * (one.peak - gradients), abs=64)
+    assert [(visit.unit, visit.backward) for visit in one.visits] == [(v.unit, v.backward) for v in two.visits]
+
+
+def test_visits_go_through_the_units_and_back() -> None:
+    order = [(visit.unit, visit.backward) for visit in fake_run().visits]
+    forward = [(unit, False) for unit in range(BLOCKS)]
+    backward = [(unit, True) for unit in reversed(range(BLOCKS))]
+    assert [visit for visit in order if visit[0] != BLOCKS] == forward + backward
+
+
+def test_autocast_follows_cuda() -> None:
+    x, w = torch.ones(2, 4), torch.ones(4, 4)
+    with CudaAutocast(torch.bfloat16):
+        assert (x @ w).dtype is torch.bfloat16
+        assert nn.functional.linear(x, w).dtype is torch.bfloat16
+        half = x.bfloat16()
+        assert nn.functional.layer_norm(half, (4,)).dtype is torch.float32
+        assert half.softmax(-1).dtype is torch.float32
+        assert (half + half).dtype is torch.bfloat16
+        assert nn.functional.relu(half).dtype is torch.bfloat16
+
+
+def test_attention_counts_as_two_products_forward_and_five_backward() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True).sum()
+
+    q = torch.zeros(2, 3, 256, 64, device="meta", requires_grad=True)
+    run = trace(Attention(), [], {"q": q})
+    assert run.flops == (2 + 5) * 2 * (2 * 3 * 256 * 256 * 64) // 2
+
+
+# ---- time ----------------------------------------------------------------------------------------------------
+
+
+def exact(**changes: Any) -> Hardware:
+    """Hardware that reaches all of its rates."""
+    one = (1.0, 1.0)
+    return hardware_of("h100", 8).replace(matmul_reach=one, memory_reach=one, link_reach=one, **changes)
+
+
+def test_a_ring_takes_its_bytes_over_the_slower_link_and_a_latency_a_step() -> None:
+    hardware = exact(gpus=16, link_rate=100 * GB, network_rate=10 * GB)
+    seconds = ring_seconds(16 * GB, Group(8, 8), hardware, Reach.MIDDLE)
+    assert seconds == pytest.approx(14 / 100 + 8.4e-6 + 7 * 3.4e-6)
+    seconds = ring_seconds(16 * GB, Group(16, 8), hardware, Reach.MIDDLE)
+    assert seconds == pytest.approx(15 / 8 / 10 + 8.4e-6 + 14 * 3.4e-6 + 14e-6)
+    assert ring_seconds(16 * GB, Group(1, 1), hardware, Reach.MIDDLE) == 0
+
+
+def test_a_kernel_takes_the_longer_of_computing_and_moving() -> None:
+    hardware = exact(flops=1e12, memory_rate=1e12)
+    assert kernel_seconds(10**12, 10**9, hardware, Reach.BEST) == 1.0
+    assert kernel_seconds(10**9, 10**12, hardware, Reach.BEST) == 1.0
+
+
+def test_with_free_links_a_step_takes_as_long_as_it_computes() -> None:
+    _, moves = rehearse(ShardConfig(), MeshSizes(8))
+    hardware = exact(kernel_seconds=0.0, flops=1e9, memory_rate=1e18, link_rate=1e18)
+    timing = simulate(moves, MeshSizes(8), hardware, OPTIMIZERS["adamw"])
+    assert timing.compute == pytest.approx(fake_run().flops / 1e9, rel=0.05)  # the rest: the smallest kernels
+    assert timing.total == pytest.approx(timing.compute, rel=0.05)
+
+
+def test_with_free_compute_a_step_takes_as_long_as_the_wire() -> None:
+    _, moves = rehearse(ShardConfig(), MeshSizes(8))
+    hardware = exact(kernel_seconds=0.0, flops=1e30, memory_rate=1e30, link_rate=1e6)
+    timing = simulate(moves, MeshSizes(8), hardware, OPTIMIZERS["adamw"])
+    assert timing.wire == pytest.approx(3 * 4 * PARAMETERS * 7 / 8 / 1e6, rel=0.01)
+    assert timing.total == pytest.approx(timing.wire, rel=0.01)
+
+
+def test_prefetch_hides_gathers() -> None:
+    mesh, hardware = MeshSizes(8), exact(kernel_seconds=0.0, flops=1e9, link_rate=1e9)
+    exposed = []
+    for depth in (0, 1):
+        config = ShardConfig().replace(prefetch={"forward": depth, "backward": depth})
+        exposed.append(simulate(rehearse(config, mesh)[1], mesh, hardware, OPTIMIZERS["sgd"]).exposed)
+    assert exposed[1] < 0.7 * exposed[0]
+
+
+@given(rate=st.floats(1e6, 1e12), faster=st.floats(1.0, 100.0), stage=st.sampled_from([0, 1, 2, 3]))
+@settings(max_examples=30, deadline=None)
+def test_a_faster_link_is_never_slower_and_worse_is_never_better(rate: float, faster: float, stage: int) -> None:
+    mesh = MeshSizes(8)
+    _, moves = rehearse(ShardConfig(stage=stage), mesh)
+    slow, fast = (
+        simulate(moves, mesh, hardware_of("h100", 8).replace(link_rate=r), OPTIMIZERS["adamw"], Reach.BEST).total
+        for r in (rate, rate * faster)
+    )
+    assert fast <= slow * (1 + 1e-9)
+    hardware = hardware_of("h100", 8).replace(link_rate=rate)
+    best, middle, worst = (
+        simulate(moves, mesh, hardware, OPTIMIZERS["adamw"], reach).total
+        for reach in (Reach.BEST, Reach.MIDDLE, Reach.WORST)
+    )
+    assert best <= middle <= worst
+
+
+# ---- the plan ------------------------------------------------------------------------------------------------
+
+
+def planner(gpus: int = 16, nodes: int = 2, **changes: Any) -> Planner:
+    model = stack()
+    x = torch.zeros(4, WIDTH, device="meta", requires_grad=True)
+    hardware = hardware_of("h100", gpus, nodes).replace(**changes)
+    return Planner(model, Workload(make_batch(model, 4, 1, {"x": x})), hardware)
+
+
+def test_the_cheapest_is_the_fastest_that_fits() -> None:
+    rows = planner().rows(candidates(ShardConfig(), planner().hardware))
+    chosen = cheapest(rows)
+    assert chosen is not None
+    assert chosen.tokens_per_second == max(row.tokens_per_second for row in rows)
+    small = sorted(row.memory.peak for row in rows)[0]
+    rows = planner(memory=small).rows(candidates(ShardConfig(), planner().hardware))
+    chosen = cheapest(rows)
+    assert chosen is not None
+    assert chosen.memory.peak == small
+    assert cheapest(planner(memory=1000).rows([ShardConfig()])) is None
+
+
+def test_candidates_share_over_nodes_only_where_there_are_some() -> None:
+    assert all(config.shard_size is None for config in candidates(ShardConfig(), hardware_of("h100", 8)))
+    assert any(config.shard_size == "node" for config in candidates(ShardConfig(), hardware_of("h100", 16, 2)))
+
+
+def test_full_shard_loses_speed_with_ranks_and_hybrid_shard_loses_less() -> None:
+    counts = [8, 64, 1024, 16384]
+    full = scaling(planner(8, 1), ShardConfig(), counts)
+    hybrid = scaling(planner(8, 1), ShardConfig(shard_size=8), counts)
+    per_gpu = [full[count].tokens_per_second / count for count in counts]
+    assert per_gpu == sorted(per_gpu, reverse=True)
+    assert hybrid[16384].tokens_per_second > 2 * full[16384].tokens_per_second
+
+
+def test_a_shard_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="shard_size: 3 does not divide 16 ranks"):
+        planner().row(ShardConfig(shard_size=3))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere", "neither a folder"),
+        ("nowhere.json", "can't be read"),
+        ("tests.unit.test_plan:Stak", "has no 'Stak'.*Did you mean 'Stack'"),
+        ("no_such_module:Stack", "can't be imported"),
+        ("builtins:dict", "gives dict, which is no torch module"),
+    ],
+)
+def test_models_that_cannot_be_built_are_refused(source: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(source)
+
+
+def test_inputs_are_read_and_what_is_unknown_is_asked_for() -> None:
+    name, tensor = parse_input("x=8x16:bfloat16")
+    assert (name, tuple(tensor.shape), tensor.dtype, tensor.is_meta) == ("x", (8, 16), torch.bfloat16, True)
+    with pytest.raises(ValueError, match="NAME=SHAPE:DTYPE"):
+        parse_input("x=8xa")
+    with pytest.raises(ValueError, match="give --input"):
+        make_batch(stack(), 1, 1)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    values = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def test_the_command_prints_a_table_a_picture_and_a_config_that_is_read_back(llama: Path, tmp_path: Path) -> None:
+    output, picture, curve = tmp_path / "plan.yaml", tmp_path / "memory.png", tmp_path / "curve.png"
+    arguments = [str(llama), "--gpus", "16", "--nodes", "2", "--length", "32", "-o", str(output)]
+    result = CliRunner().invoke(app, [*arguments, "--plot", str(picture), "--scaling", str(curve)])
+    assert result.exit_code == 0, result.output
+    assert "* the cheapest that fits: " in result.output
+    assert picture.read_bytes()[:4] == curve.read_bytes()[:4] == b"\x89PNG"
+    values = load(output)
+    assert (values["distributed_type"], values["num_processes"], values["num_machines"]) == ("OURSHARD", 16, 2)
+    chosen = result.output.partition("cheapest that fits: ")[2].splitlines()[0]
+    assert f"stage {read_document(values, 'plan').config.stage}" in chosen
+
+
+def test_the_command_prints_json_and_fails_where_nothing_fits(llama: Path) -> None:
+    arguments = [str(llama), "--length", "32", "--json", "--with", "num_hidden_layers=2"]
+    values = json.loads(CliRunner().invoke(app, arguments).stdout)
+    row = values["rows"][0]
+    assert row["memory"]["peak"] >= row["memory"]["at_rest"] > 0
+    assert row["seconds"]["best"] <= row["seconds"]["step"] * 1.001 <= row["seconds"]["worst"] * 1.002
+    assert math.isclose(row["tokens_per_second"], 8 * 32 / row["seconds"]["step"])
+    result = CliRunner().invoke(app, [str(llama), "--memory", "0.001", "--length", "32"])
+    assert result.exit_code == 1
+    assert "None fits" in result.output
+    result = CliRunner().invoke(app, [str(llama), "--gpu", "h10"])
+    assert result.exit_code == 2
+    assert "Did you mean 'h100'" in result.output
