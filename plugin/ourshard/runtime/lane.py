@@ -64,13 +64,13 @@ class Lane:
         self.axis = mesh.shard
         self.device = mesh.device
         self.rank = mesh.world.rank
-        # Whole lanes reduce in the dtype that their gradients have, as DDP does.
-        self.reduce_dtype = key.compute_dtype if self.placement.whole else reduce_dtype
+        self.reduce_dtype = reduce_dtype
         self.whole_gradients = self.placement.grads is At.WHOLE
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
         self.stale = True  # `full` does not show the masters
         self.arriving: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None  # see `gradient`
+        self._gradient_nbytes = 0  # as the ledger has them
         self.touched = [False] * len(self.parameters)  # this rank's backward gave a gradient, not dropped since
         self.valid = [False] * len(self.parameters)  # some rank's did; known once the ranks have told each other
         self.is_lent = False  # `arriving` is a piece of the peers' arena
@@ -309,7 +309,7 @@ class Lane:
     def _take_direct(self) -> None:
         """Make each `p.grad` a view of `arriving`, so that backward adds into it: whole gradients stay in place."""
         if self.arriving is None:
-            self.arriving = torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+            self.arriving = torch.zeros(self.layout.numel, dtype=self.store_dtype, device=self.device)
             self._hold(Kind.GRADIENT, self.arriving)
         start = self.arriving.data_ptr()
         for position, leaf in enumerate(self.leaves):
@@ -340,10 +340,13 @@ class Lane:
         """
         assert self.arriving is not None
         engine = self.unit.engine
+        buffer = self.arriving.to(self.reduce_dtype)  # itself, where the dtype is that
         if self.direct:
-            engine.reducer.mean(self.arriving, engine.mesh.world, self.unit.label)
-            return None
-        buffer = self.arriving if self.arriving.dtype == self.reduce_dtype else self.arriving.to(self.reduce_dtype)
+            engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
+            if buffer is self.arriving:
+                return None
+            self.arriving.copy_(buffer)
+            return buffer
         self._hold(self._arriving_kind, self.arriving, -1)
         self.arriving = None
         if self.placement.whole:
@@ -382,7 +385,7 @@ class Lane:
         first = not self.accumulated or gradient is None
         if gradient is None:
             gradient = torch.empty(numel, dtype=self.store_dtype, device=self.device)
-            self._hold(Kind.GRADIENT, gradient)
+            self._hold_gradient(gradient.nbytes)
         self._gradient = gradient
         return gradient, first
 
@@ -414,7 +417,7 @@ class Lane:
                         parameter.grad = self.whole_view(buffer, position)
         for run in list(self.runs):
             run.hand_out()
-        if self._gradient is not None and self._all_handed_out():
+        if not self.placement.whole and self._all_handed_out():
             self._gradient = None
 
     def _all_handed_out(self) -> bool:
@@ -453,9 +456,9 @@ class Lane:
 
     def _forget_all(self) -> None:
         self.accumulated = False
-        if self._gradient is not None and not self.placement.whole:
-            self._hold(Kind.GRADIENT, self._gradient, -1)
+        if not self.placement.whole:
             self._gradient = None
+            self._hold_gradient(0)
         if self.arriving is not None:
             self._hold(self._arriving_kind, self.arriving, -1)
             self.arriving = None
@@ -482,6 +485,12 @@ class Lane:
         if not self.valid[position] and not self.touched[position]:
             return None
         return gradient_handle(self, position, self.parameters[position].shape, self.store_dtype)
+
+    def _hold_gradient(self, nbytes: int) -> None:
+        """Tell the ledger the bytes of `gradient`; 0 once `zero_grad` is known to have freed it."""
+        if self.unit.engine.ledger is not None:
+            self.unit.engine.ledger.hold(Kind.GRADIENT, nbytes - self._gradient_nbytes)
+            self._gradient_nbytes = nbytes
 
     def _hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
         if self.unit.engine.ledger is not None:
