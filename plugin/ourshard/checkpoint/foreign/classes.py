@@ -101,6 +101,8 @@ def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     made = function.make(*arguments)
     if isinstance(made, Record):
         parts = state if isinstance(state, tuple) else (state,)
+        if made.kind == "ShardedTensor":
+            made.fields.update(zip(("local_shards", "metadata"), parts, strict=False))
         for part in parts:
             if isinstance(part, dict):
                 made.fields.update(part)
@@ -108,9 +110,10 @@ def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
 
 
 def _wrapper(kind: Any, dtype: Any, shape: Any, *rest: Any) -> Record:
-    if not isinstance(kind, Builder) or kind.name != "DTensor" or not isinstance(dtype, torch.dtype):
-        raise CheckpointError("a pickled tensor of a subclass other than DTensor")
-    record = Record("DTensor")
+    known = isinstance(kind, Builder) and kind.name in ("DTensor", "ShardedTensor")
+    if not known or not isinstance(dtype, torch.dtype):
+        raise CheckpointError("a pickled tensor of a subclass other than DTensor and ShardedTensor")
+    record = Record(kind.name)
     record.fields.update(dtype=dtype, shape=_integers(shape, "shape"))
     return record
 
@@ -120,6 +123,13 @@ def _encode(text: Any, codec: Any = "utf-8", *rest: Any) -> bytes:
     if not isinstance(text, str) or codec not in ("latin1", "latin-1"):
         raise CheckpointError("a pickle encodes text other than bytes written by protocol 2")
     return text.encode("latin-1")
+
+
+def _member(target: Any, name: Any) -> Any:
+    """Stand in for getattr as protocol 2 has it for the class within ShardedTensor; anything else is refused."""
+    if not isinstance(target, Builder) or (target.name, name) != ("ShardedTensor", "ProcessGroupState"):
+        raise CheckpointError("holds builtins.getattr, which is not on the list of classes that are read")
+    return _record("ProcessGroupState")
 
 
 def _path(*parts: Any) -> str:
@@ -201,6 +211,7 @@ DTYPES = {
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _DTENSOR = "torch.distributed.tensor."
+_SHARD = "torch.distributed._shard."
 
 ALLOWED: Mapping[str, Any] = {
     # tensors
@@ -255,6 +266,19 @@ ALLOWED: Mapping[str, Any] = {
     "torch.distributed.device_mesh.DeviceMesh": _record("DeviceMesh"),
     "torch.distributed._mesh_layout._MeshLayout": _record("_MeshLayout", "shape", "stride"),
     "torch.distributed._mesh_layout._FlatLayout": _record("_FlatLayout", "shape", "stride"),
+    # FSDP1's one pickle a rank
+    _SHARD + "sharded_tensor.api.ShardedTensor": _record("ShardedTensor"),
+    _SHARD + "sharded_tensor.api.ShardedTensor.ProcessGroupState": _record("ProcessGroupState"),
+    _SHARD + "sharded_tensor.shard.Shard": _record("Shard"),
+    _SHARD + "sharded_tensor.metadata.ShardedTensorMetadata": _record("ShardedTensorMetadata"),
+    _SHARD + "sharded_tensor.metadata.TensorProperties": _record("TensorProperties"),
+    _SHARD + "sharded_tensor.metadata.MEM_FORMAT_ENCODING": Builder("MEM_FORMAT_ENCODING", lambda value: value),
+    _SHARD + "metadata.ShardMetadata": _record("ShardMetadata"),
+    _SHARD + "sharding_spec.api.EnumerableShardingSpec": _record("EnumerableShardingSpec"),
+    _SHARD + "sharding_spec.chunk_sharding_spec.ChunkShardingSpec": _record("ChunkShardingSpec"),
+    "torch.distributed.remote_device._remote_device": _record("_remote_device"),
+    "__builtin__.getattr": Builder("getattr", _member),
+    "builtins.getattr": Builder("getattr", _member),
     # DeepSpeed
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _record("LossScaler"),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _record("DynamicLossScaler"),

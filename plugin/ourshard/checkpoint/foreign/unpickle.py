@@ -66,8 +66,8 @@ def unpickle(
         raise CheckpointError(f"{where}: a pickle of {len(data)} bytes; more than {MAX_PICKLE_NBYTES} are not read")
     try:
         return _Machine(data, where, allowed, persistent).run()
-    except CheckpointError:
-        raise
+    except CheckpointError as error:
+        raise error if str(error).startswith(where) else CheckpointError(f"{where}: {error}") from error
     except (IndexError, struct.error) as error:
         raise CheckpointError(f"{where}: the pickle ends early or is damaged ({error})") from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
