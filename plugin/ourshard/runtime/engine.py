@@ -68,9 +68,11 @@ class Engine:
         self.require_sync = True
         self.sync_backward = True  # `require_sync` of the last forward
         self.phase_is_backward = False
+        self.forward_has_grad = False  # the root's forward runs, with gradient
         self.gathered_depth = 0  # inside `gathered(...)`: everything is whole, hooks do nothing
         self.order = next(_ORDER)  # among the engines of this process; the same on every rank
         self.adoption = 0  # grows when an optimizer must look for parameters anew
+        self.writes = 0  # whole values written from outside since the last forward: `writing.py`
         self._forward_depth = 0
         self._held: list[Unit] = []
         self._reducing: list[tuple[Any, Any]] = []  # buffers that the reduce stream reads, with their events
@@ -81,6 +83,11 @@ class Engine:
     @property
     def root(self) -> Unit:
         return self.units[-1]
+
+    @property
+    def rooted(self) -> list[Unit]:
+        """Return the root and the units that live as long as it does, the root first."""
+        return [self.root, *(unit for unit in self.units[:-1] if unit.rooted)]
 
     def lanes(self) -> Iterator[Lane]:
         for unit in self.units:
@@ -95,10 +102,16 @@ class Engine:
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on the modules."""
         RootHooks(self).attach(model)
-        for unit in self.units[:-1]:
-            UnitHooks(unit).attach(unit.module)
-        inside = {id(m) for unit in self.units[:-1] for m in unit.module.modules()}
-        doors = {id(site.module): site.module for lane in self.root.lanes for p in lane.parameters for site in p.sites}
+        for unit in self.units:
+            for module in unit.modules:
+                UnitHooks(unit).attach(module)
+            if unit.rooted and unit is not self.root:
+                for lane in unit.lanes:
+                    for leaf in lane.leaves:
+                        leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient)
+        inside = {id(m) for unit in self.units for module in unit.modules for m in module.modules()}
+        lanes = [lane for unit in self.rooted for lane in unit.lanes]
+        doors = {id(site.module): site.module for lane in lanes for p in lane.parameters for site in p.sites}
         for module in doors.values():
             if module is not model and id(module) not in inside:
                 DoorHooks(self).attach(module)
@@ -115,18 +128,24 @@ class Engine:
         self._forward_depth += 1
         if self._forward_depth > 1 or self.gathered_depth:
             return None
-        grad = torch.is_grad_enabled()
+        grad = self.forward_has_grad = torch.is_grad_enabled()
         if grad:
             self.sync_backward = self.require_sync
             self._follow_requires_grad()
+        if self.writes:
+            self.control.agree(
+                f"the first forward after {self.writes} parameters were written (copy_, load_state_dict)"
+            )
+            self.writes = 0
         for unit in self.units:
             for lane in unit.lanes:
                 if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
                     unit.mark_stale()
         self.schedule.begin(("forward", grad), self.config.prefetch.forward)
-        self.root.require()
-        self.root.install()
-        self.hold(self.root)
+        for unit in self.rooted:
+            unit.require()
+            unit.install()
+            self.hold(unit)
         if self.param_dtype is None or not self.cast_small:
             return None
         return _cast(args, self.param_dtype), _cast(kwargs, self.param_dtype)
@@ -137,6 +156,7 @@ class Engine:
         if self._forward_depth or self.gathered_depth:
             return None
         self.schedule.end()
+        self.forward_has_grad = False
         has_backward = torch.is_grad_enabled() and hook_outputs(outputs, self.on_root_gradient)
         if not self.phase_is_backward:
             self._release_ahead()
@@ -146,14 +166,17 @@ class Engine:
 
     def open_door(self) -> None:
         """Make the root's parameters whole for a module that is called on its own."""
-        self.root.require()
-        self.root.install()
+        for unit in self.rooted:
+            unit.require()
+            unit.install()
 
     def close_door(self, outputs: Any) -> None:
         if torch.is_grad_enabled() and hook_outputs(outputs, self.root.on_output_gradient):
-            self.hold(self.root)
+            for unit in self.rooted:
+                self.hold(unit)
         elif not self.root.held:
-            self.root.release()
+            for unit in self.rooted:
+                unit.release()
 
     def hold(self, unit: Unit) -> None:
         """Keep a unit whole until the end of backward (or of a forward that has none)."""
@@ -231,7 +254,7 @@ class Engine:
         if not self._double_backward:
             self._release_held()
             for unit in self.units:
-                unit.calls = unit.running = 0
+                unit.close()
                 unit.release()
         if self.sync_backward:
             self._tell_usage()
@@ -259,9 +282,10 @@ class Engine:
         self._held.clear()
 
     def _release_ahead(self) -> None:
-        """Release units that were gathered ahead, or joined, and not used."""
+        """Release units that were gathered ahead, or joined, and not used; or merged ones that were used in part."""
         for unit in self.units:
-            if unit.whole and not unit.held and not unit.running and unit.is_ahead:
+            if unit.whole and not unit.held and not unit.running and (unit.is_ahead or unit.passed):
+                unit.passed = 0
                 unit.release()
 
     def _perform(self, event: Event) -> None:
@@ -308,7 +332,7 @@ class Engine:
             if any(not lane.direct for lane in unit.lanes):
                 unit.mark_stale()
         self._held = [unit for unit in self._held if unit.held]
-        for unit in (self.root, *self.units[:-1]):
+        for unit in (*self.rooted, *self.units):
             if not unit.sharded:
                 unit.issue_gather()
 

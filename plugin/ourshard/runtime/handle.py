@@ -142,6 +142,8 @@ class ShardParameter(Resting, nn.Parameter):
             return answer(self, *args[1:], **kwargs)
         if func in _CASTS:
             return self._cast(func, args, kwargs)
+        if func in _ROW_BY_ROW:
+            return self._change_rows(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _SAVING:
             raise RuntimeError(self._advice(name))
@@ -191,6 +193,40 @@ class ShardParameter(Resting, nn.Parameter):
         twin.__class__ = ShardParameter
         twin._lane, twin._position = self._lane, self._position  # type: ignore[attr-defined]
         return twin
+
+    def _copy(self, value: torch.Tensor, non_blocking: bool = False) -> Any:
+        """Take this rank's rows of a whole value, the same on every rank: `writing.py`."""
+        from ourshard.runtime.writing import write_whole, written
+
+        if isinstance(value, ShardParameter):
+            self.local.copy_(self._same_rows(value))
+        elif tuple(value.shape) == tuple(self.shape):
+            write_whole(self._lane, self._position, value)
+        else:
+            raise RuntimeError(self._advice(f"copying a value of shape {tuple(value.shape)} into it"))
+        written(self._lane)
+        return self
+
+    def _change_rows(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change this rank's rows in place, by numbers and by parameters that are sharded alike."""
+        from ourshard.runtime.writing import written
+
+        args, kwargs = tree_map(lambda leaf: self._same_rows(leaf) if torch.is_tensor(leaf) else leaf, (args, kwargs))
+        with torch.no_grad():
+            func(*args, **kwargs)
+        written(self._lane)
+        return self
+
+    def _same_rows(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `value` that this rank holds of this parameter."""
+        if value.dim() == 0:
+            return value
+        if not isinstance(value, ShardParameter):
+            raise RuntimeError(self._advice("changing it by a whole tensor"))
+        mine, theirs = self._lane, value._lane
+        if (mine.layout.tensors, mine.layout.shard_numel) != (theirs.layout.tensors, theirs.layout.shard_numel):
+            raise RuntimeError(value._advice(f"combining it with {mine.name_of(self._position)!r}, cut otherwise,"))
+        return value.local
 
     def _detached(self) -> Any:
         """Return a handle of the same parameter that needs no gradient, for `state_dict` and `.data`."""
@@ -242,10 +278,14 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.__hash__: id,
     _T.register_hook: lambda self, hook: self.leaf.register_hook(hook),
     _T.register_post_accumulate_grad_hook: lambda self, hook: self.leaf.register_post_accumulate_grad_hook(hook),
+    _T.copy_: ShardParameter._copy,
     _T.detach: ShardParameter._detached,
     GET_DATA: ShardParameter._detached,
     SET_DATA: ShardParameter._set_data,
 }
+
+# Changes in place that each rank can make of its rows, if every rank makes them.
+_ROW_BY_ROW = {_T.mul_, _T.add_, _T.sub_, _T.div_, _T.lerp_, _T.zero_, _T.fill_}
 
 
 class ShardGradient(Resting, torch.Tensor):

@@ -13,6 +13,7 @@ from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
+from ourshard.runtime.writing import write_whole
 
 
 @contextmanager
@@ -144,22 +145,10 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, torch.Tensor], stri
     for name, value in state.items():
         if name in names:
             lane, position = names[name]
-            _load_one(lane, position, value)
+            write_whole(lane, position, value)
         elif name in buffers:
             buffers[name].copy_(value)
     engine.masters_changed()
-
-
-def _load_one(lane: Lane, position: int, value: torch.Tensor) -> None:
-    rows = lane.rows(position)
-    granule = lane.layout.tensors[position].granule
-    flat = value.reshape(-1)[rows.start * granule : rows.stop * granule]
-    target = (
-        lane.resting[position].detach().view(-1)
-        if lane.placement.whole
-        else lane.rows_view(lane.master, position).view(-1)
-    )
-    target.copy_(flat)
 
 
 def _check_state(

@@ -1,0 +1,41 @@
+"""Whole values written into a sharded model from outside, without communication.
+
+Note [Writing]
+Each rank is given the same whole tensor and takes its rows: `load_state_dict`, `parameter.copy_(whole)`, PEFT's
+`load_adapter`. A rank that writes while another does not would leave rows of two versions in one parameter; therefore
+the first forward after a write is agreed on, and ranks that wrote differently often are told so there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ourshard.runtime.lazy import source_of
+from ourshard.runtime.placement import At
+
+if TYPE_CHECKING:
+    from ourshard.runtime.lane import Lane
+
+
+@torch.no_grad()
+def write_whole(lane: Lane, position: int, value: torch.Tensor) -> None:
+    """Take this rank's rows of `value`, whole, into the master; a lazy value is read no further than that."""
+    rows, granule = lane.rows(position), lane.layout.tensors[position].granule
+    start, stop = rows.start * granule, rows.stop * granule
+    source = source_of(value)
+    mine = value.detach().reshape(-1)[start:stop] if source is None else source.read(start, stop)
+    # A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
+    kept = lane.resting[position].detach() if lane.placement.whole else lane.rows_view(lane.master, position)
+    kept.view(-1).copy_(mine)
+
+
+def written(lane: Lane) -> None:
+    """Forget whole parameters that a write left behind: Note [Writing]."""
+    unit = lane.unit
+    if lane.placement.params is At.SHARD:
+        unit.held = False
+        unit.release()
+    unit.mark_stale()
+    unit.engine.writes += 1
