@@ -109,10 +109,15 @@ class WrapConfig:
     classes: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     min_params: int = 0
+    merge: int | None = (
+        None  # bytes; neighbouring small units are gathered as one up to this; None: 64 MiB on GPUs, else 0
+    )
     ignore: tuple[str, ...] = ()  # dotted module names whose parameters ourshard leaves alone
 
     def __post_init__(self) -> None:
         _at_least(self.min_params, 0, "wrap.min_params")
+        if self.merge is not None:
+            _at_least(self.merge, 0, "wrap.merge")
         given = [p for p in (WrapPolicy.CLASSES, WrapPolicy.MODULES, WrapPolicy.MIN_PARAMS) if getattr(self, p.value)]
         if self.policy is WrapPolicy.AUTO and len(given) == 1:
             _set(self, "policy", given[0])

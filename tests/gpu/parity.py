@@ -74,7 +74,12 @@ def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tupl
 def sharded(
     accumulate: int, device: torch.device, options: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    model = shard_model(build(device), ShardConfig.from_dict({"persist_below": 100, **options}))
+    checkpoint = options.pop("checkpoint", None)
+    model = build(device)
+    if checkpoint is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoint})
+        model.train()
+    shard_model(model, ShardConfig.from_dict({"persist_below": 100, "wrap": {"merge": 0}, **options}))
     engine = engine_of(model)
     assert engine is not None
     poison(engine)
@@ -133,7 +138,7 @@ def main() -> None:
         for accumulate in (1, 3):
             expected, expected_losses = reference(accumulate, device, dtype)
             tolerance = 2e-5 if dtype is torch.float32 else 4e-3
-            for options in configurations():
+            for options in configurations(int(os.environ.get("REPEATS", "0"))):
                 precision = (
                     {} if dtype is torch.float32 else {"precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
                 )
@@ -151,10 +156,14 @@ def main() -> None:
     sys.exit(bad > 0)
 
 
-def configurations() -> list[dict[str, Any]]:
+def configurations(repeats: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
     found += [{"stage": 3, "reshard_after_forward": False}, {"stage": 3, "accumulate": "deferred"}]
     found += [{"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, {"stage": 3, "persist_below": 0}]
+    found += [{"stage": 3, "wrap": {"merge": 2**30}, "checkpoint": reentrant} for reentrant in (None, True, False)]
+    found += [{"stage": 3, "checkpoint": reentrant} for reentrant in (True, False)]
+    found += [{"stage": stage, "communication": {"transport": "nccl"}} for stage in (1, 3)]
+    found += [{"stage": 1}] * repeats
     if dist.get_world_size() == 4:
         found += [{"stage": stage, "shard_size": 2} for stage in range(4)]
     return found

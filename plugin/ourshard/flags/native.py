@@ -37,6 +37,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "communication.error_feedback": "carry the coding error of gradients to the next step",
     "communication.stochastic_rounding": "round at random, without bias",
     "communication.block": "elements that share one scale",
+    "communication.transport": "auto, nccl, or peer: what moves the bytes",
     "activation_checkpointing": "recompute units in backward",
     "low_memory_loading": "rank 0 reads the weights, the others receive their shards",
     "checkpoint.format": "sharded, or full: what save_state writes",

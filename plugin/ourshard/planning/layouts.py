@@ -113,8 +113,8 @@ def plan_model(model: nn.Module, config: ShardConfig, shard_ranks: int, *, cast_
     units = []
     for entry in stock:
         lanes = tuple(_lane(lane, reduce_dtype) for lane in plan_lanes(entry.parameters, settings).lanes)
-        units.append(PlannedUnit(entry.unit.name if entry.unit else "", lanes))
-    return PlannedModel(tuple(units), tuple(entry.unit.module for entry in stock if entry.unit))
+        units.append(PlannedUnit(entry.name, lanes))
+    return PlannedModel(tuple(units), tuple(module for entry in stock for module in entry.modules))
 
 
 def _lane(layout: Any, reduce_dtype: torch.dtype | None) -> PlannedLane:

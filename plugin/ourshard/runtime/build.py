@@ -31,8 +31,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     stock = _checked_stock(model, engine)
     readable = _readable(stock, engine)
     for index, entry in enumerate(stock):
-        name = entry.unit.name if entry.unit else ""
-        unit = Unit(engine, index, name, entry.unit.module if entry.unit else model, is_root=entry.unit is None)
+        unit = Unit(engine, index, entry.name, entry.modules, rooted=entry.rooted)
         engine.units.append(unit)
         unit.build(plan_lanes(entry.parameters, engine), entry.parameters)
         for lane in unit.lanes:
@@ -132,7 +131,7 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         inner = [name for name, module in model.named_modules() if getattr(module, "_ourshard", None) is not None]
         if inner:
             raise ValueError(f"{inner[0]!r} inside of the model is sharded already; shard the outer model only.")
-        stock = take_stock(model, engine.config.wrap)
+        stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
         if engine.mesh.world.rank == 0:
             _refuse_meta(model, stock)
     except ValueError as problem:
@@ -140,6 +139,21 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
     engine.control.check(error, "checking the model")
     _check_same_model(stock, engine)
     return stock
+
+
+_MERGE_NBYTES = 64 * 2**20
+
+
+def _merge_numel(engine: Engine) -> int:
+    """Return the elements up to which neighbouring units are gathered as one.
+
+    On GPUs a collective of up to 16 MiB takes the same 55 to 85 us whatever its size (H200, NVLink), and each unit
+    costs the host about 1 ms a step (48 units: 208 ms where the limit takes 153); on CPUs nothing is gained.
+    """
+    nbytes = engine.config.wrap.merge
+    if nbytes is None:
+        nbytes = _MERGE_NBYTES if engine.mesh.device.type == "cuda" else 0
+    return nbytes // (engine.param_dtype or torch.float32).itemsize
 
 
 def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:

@@ -124,6 +124,8 @@ class UnitHooks:
             return None
         recomputing = unit.running > 0
         unit.before_forward()
+        if not torch.is_grad_enabled() and unit.engine.forward_has_grad:
+            unit.recomputes += 1  # a reentrant checkpoint: this forward comes again, with gradient
         if not torch.is_grad_enabled() or recomputing:
             return None
         unit.calls += 1

@@ -38,27 +38,68 @@ class Parameter:
 
 @dataclass(slots=True)
 class UnitParameters:
-    """The parameters of one unit; `unit` is None for the root."""
+    """The parameters of one unit and the modules whose forwards use them.
 
-    unit: UnitModule | None
+    `rooted` units belong to the root: they are whole from the root's forward to the end of backward. The root itself
+    has the name "" and no modules.
+    """
+
+    name: str
+    modules: list[nn.Module]
     parameters: list[Parameter]
+    rooted: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel for parameter in self.parameters)
 
 
-def take_stock(model: nn.Module, config: WrapConfig) -> list[UnitParameters]:
+FIXTURE_NUMEL = 1_000_000  # a root parameter of this many elements is a unit of its own: it is reduced when it is ready
+
+
+def take_stock(model: nn.Module, config: WrapConfig, merge_numel: int = 0) -> list[UnitParameters]:
     """Return the units of `model` with their parameters, the root last.
 
     A parameter belongs to the innermost unit that holds all of its sites; one that several units share belongs
-    to the root, which is whole while any of them computes.
+    to the root, which is whole while any of them computes. Neighbouring units are merged up to `merge_numel` elements.
     """
     units = find_units(model, config)
     owner = _innermost(model, units)
     ignored = _ignored(model, config)
-    stock: dict[int | None, UnitParameters] = {id(u.module): UnitParameters(u, []) for u in units}
-    stock[None] = UnitParameters(None, [])
+    stock: dict[int | None, UnitParameters] = {id(u.module): UnitParameters(u.name, [u.module], []) for u in units}
+    root = stock[None] = UnitParameters("", [], [], rooted=True)
     for parameter in _parameters(model, ignored):
         owners = {owner[id(site.module)] for site in parameter.sites}
         stock[owners.pop() if len(owners) == 1 else None].parameters.append(parameter)
-    return [entry for entry in stock.values() if entry.parameters or entry.unit is None]
+    inner = _merged([entry for entry in stock.values() if entry.parameters and entry is not root], merge_numel)
+    return [*inner, *(_fixtures(root) if inner else []), root]
+
+
+def _fixtures(root: UnitParameters) -> list[UnitParameters]:
+    """Take the large parameters of the root (embeddings, heads) out of it, each as a rooted unit."""
+    large = [parameter for parameter in root.parameters if parameter.numel >= FIXTURE_NUMEL]
+    root.parameters = [parameter for parameter in root.parameters if parameter.numel < FIXTURE_NUMEL]
+    return [UnitParameters(parameter.name, [], [parameter], rooted=True) for parameter in large]
+
+
+def _merged(entries: list[UnitParameters], most: int) -> list[UnitParameters]:
+    """Join neighbours of one list and class (layers.0, layers.1, ...) while they stay within `most` elements."""
+    found: list[UnitParameters] = []
+    for entry in entries:
+        last = found[-1] if found else None
+        if last is not None and _siblings(last, entry) and last.numel + entry.numel <= most:
+            first = last.name.split(" to ")[0]
+            found[-1] = UnitParameters(
+                f"{first} to {entry.name}", last.modules + entry.modules, last.parameters + entry.parameters
+            )
+        else:
+            found.append(entry)
+    return found
+
+
+def _siblings(left: UnitParameters, right: UnitParameters) -> bool:
+    same_list = left.name.split(" to ")[0].rpartition(".")[0] == right.name.rpartition(".")[0]
+    return same_list and type(left.modules[0]) is type(right.modules[0])
 
 
 def _ignored(model: nn.Module, config: WrapConfig) -> set[int]:

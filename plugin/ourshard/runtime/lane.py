@@ -269,7 +269,7 @@ class Lane:
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
         peer = self.unit.engine.peer
-        if reduce_next and peer is not None and not self.placement.whole and not self.unit.is_root:
+        if reduce_next and peer is not None and not self.placement.whole:
             lent = peer.lend(self.layout.numel, self.reduce_dtype)
             if lent is not None:
                 self.is_lent = True

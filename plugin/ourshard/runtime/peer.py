@@ -12,7 +12,7 @@ NCCL's kernels take multiprocessors from the model: beside an all-gather a bf16 
   the others, all meet again, and one kernel adds the parts in fp32, scales and accumulates.
 
 The arena holds one unit. Compute waits for the last reduction before it fills the arena again. Units that do not fit
-(the root, which is reduced when nothing computes) go through NCCL. All ranks decide alike, from sizes alone.
+(large embeddings and heads) go through NCCL. All ranks decide alike, from sizes alone.
 Memory that peers map is allocated outside of torch's caching allocator; the ledger counts it.
 """
 
@@ -185,9 +185,9 @@ def _why_not(axis: Axis, device: torch.device, arena: int) -> str | None:
 
 
 def _sizes(units: list[Unit]) -> tuple[int, int]:
-    """Return the largest segment and the largest unit of whole gradients, in bytes, among all units but the root."""
+    """Return the largest segment and the largest unit of whole gradients, in bytes, of units that are not rooted."""
     staging = arena = 0
-    for unit in units[:-1]:
+    for unit in (unit for unit in units if not unit.rooted):
         sharded = [lane for lane in unit.lanes if not lane.placement.whole]
         staging = max([staging, *(lane.layout.shard_numel * lane.compute_dtype.itemsize for lane in sharded)])
         arena = max(

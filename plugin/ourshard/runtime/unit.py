@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 class Unit:
     """The runtime of one unit: Note [Life of a unit]."""
 
-    def __init__(self, engine: Engine, index: int, name: str, module: nn.Module, is_root: bool) -> None:
+    def __init__(self, engine: Engine, index: int, name: str, modules: list[nn.Module], rooted: bool) -> None:
         self.engine = engine
         self.index = index
         self.name = name
         self.label = name or "the root unit"
-        self.module = module
-        self.is_root = is_root
+        self.modules = modules  # whose forwards use it, in order; none for rooted units
+        self.rooted = rooted  # whole from the root's forward to the end of backward
         self.lanes: list[Lane] = []
         self.whole = False
         self.is_ahead = False  # gathered and not asked for since
@@ -48,6 +48,8 @@ class Unit:
         self.held = False
         self.calls = 0
         self.running = 0
+        self.passed = 0  # modules whose forward is over in this pass
+        self.recomputes = 0  # forwards without gradient inside of one with: reentrant checkpoints, which come again
         self.reduced = False  # in the current backward
         self.sharded = False  # some lane's parameters are sharded at rest: gathering communicates
         self._gathered: Any = None  # event on the gather stream that compute has not waited for
@@ -164,6 +166,8 @@ class Unit:
 
     def after_forward(self, has_backward: bool) -> None:
         """Release, unless a backward is running, or will come soon and `reshard_after_forward` is off."""
+        if self._more_to_come():
+            return
         if self.running or self.held:
             if self.engine.phase_is_backward:
                 return  # a recomputation: the backward that asked for it needs everything as it is
@@ -174,6 +178,13 @@ class Unit:
             return  # reentrant checkpointing: its backward comes next
         else:
             self.release()
+
+    def _more_to_come(self) -> bool:
+        """Say whether other modules of a merged unit are still to run in this pass."""
+        if self.engine.phase_is_backward or len(self.modules) < 2:
+            return False
+        self.passed = (self.passed + 1) % len(self.modules)
+        return self.passed > 0
 
     def _rest_in_place(self) -> None:
         if not self.held:
@@ -190,7 +201,8 @@ class Unit:
     def after_backward(self) -> None:
         """Reduce and release once the gradient has left the unit by its inputs."""
         self.calls = max(0, self.calls - 1)
-        if self.calls:
+        self.recomputes = max(0, self.recomputes - 1)
+        if self.calls or self.recomputes:
             return
         self.running = 0
         if self.engine.reduces_now(self):
@@ -207,10 +219,25 @@ class Unit:
             if lane.trainable and any(leaf.grad is not None for leaf in lane.leaves):
                 lane.take_gradients(reduce_next=False)
 
+    def close(self) -> None:
+        """Forget the calls of a forward and backward that are over."""
+        self.calls = self.running = self.passed = self.recomputes = 0
+
+    def on_leaf_gradient(self, leaf: torch.Tensor) -> None:
+        """Run as a hook on the leaves of a rooted unit, which no boundary ends: reduce once all have arrived."""
+        leaves = [p for lane in self.lanes for p in lane.leaves if p.requires_grad]
+        if self.engine.gathered_depth or any(p.grad is None for p in leaves):
+            return
+        self.engine.begin_backward()
+        if self.engine.reduces_now(self):
+            self.engine.schedule.need(Action.REDUCE, self)
+        else:
+            self.put_aside()
+
     def reset(self) -> None:
         """Forget all that a forward or backward left half done."""
         self.held = False
-        self.calls = self.running = 0
+        self.close()
         for lane in self.lanes:
             if not lane.direct:
                 for leaf in lane.leaves:
