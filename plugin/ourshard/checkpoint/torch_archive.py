@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .io import Buffer
 from .pieces import bytes_of
 from .source import Source, TensorInfo, TensorKey
 from .workspace import OutputStream, Workspace
@@ -73,6 +74,25 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, str(value.number), "cpu", value.info.numel
 
 
+class _Part:
+    """The rest of a stream as a file of its own: positions in an archive count from where the archive begins."""
+
+    def __init__(self, stream: OutputStream) -> None:
+        self._stream = stream
+        self._begin = stream.tell()
+
+    def write(self, data: Buffer) -> int:
+        """Append the bytes."""
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        """Return the number of bytes written since."""
+        return self._stream.tell() - self._begin
+
+    def flush(self) -> None:
+        """Do nothing, as the stream does."""
+
+
 class Archive:
     """Tensors of a source to be saved in one file. `tensor` gives what stands for one in the object to be saved."""
 
@@ -113,15 +133,16 @@ class Archive:
 
     def write_into(self, workspace: Workspace, stream: OutputStream, stem: str, value: Any) -> None:
         """Append the object as an archive of its own to a stream; `stem` is the folder within the archive."""
-        with zipfile.ZipFile(stream, "w", allowZip64=True) as archive:  # type: ignore[call-overload]
-            _add(archive, stream, f"{stem}/data.pkl", _pickled(value))
-            _add(archive, stream, f"{stem}/byteorder", sys.byteorder.encode())
+        part = _Part(stream)
+        with zipfile.ZipFile(part, "w", allowZip64=True) as archive:  # type: ignore[call-overload]
+            _add(archive, part, f"{stem}/data.pkl", _pickled(value))
+            _add(archive, part, f"{stem}/byteorder", sys.byteorder.encode())
             for storage in self._storages.values():
-                self._add_storage(workspace, archive, stream, f"{stem}/data/{storage.number}", storage)
-            _add(archive, stream, f"{stem}/version", b"3\n")
+                self._add_storage(workspace, archive, part, f"{stem}/data/{storage.number}", storage)
+            _add(archive, part, f"{stem}/version", b"3\n")
 
     def _add_storage(
-        self, workspace: Workspace, archive: zipfile.ZipFile, stream: OutputStream, name: str, storage: _Storage
+        self, workspace: Workspace, archive: zipfile.ZipFile, stream: _Part, name: str, storage: _Storage
     ) -> None:
         if storage.data is not None:
             _add(archive, stream, name, bytes_of(storage.data))
@@ -142,12 +163,12 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _add(archive: zipfile.ZipFile, stream: OutputStream, name: str, data: bytes | memoryview) -> None:
+def _add(archive: zipfile.ZipFile, stream: _Part, name: str, data: bytes | memoryview) -> None:
     with archive.open(_entry(stream, name), "w", force_zip64=True) as entry:
         entry.write(data)
 
 
-def _entry(stream: OutputStream, name: str) -> zipfile.ZipInfo:
+def _entry(stream: _Part, name: str) -> zipfile.ZipInfo:
     """Return an entry whose data will begin at a multiple of 64 bytes: the extra field is padded, as torch pads it."""
     info = zipfile.ZipInfo(name)
     begin = stream.tell() + _LOCAL_HEADER + len(name.encode()) + _ZIP64_EXTRA + 4

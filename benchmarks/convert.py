@@ -1,0 +1,217 @@
+"""Convert large checkpoints, beside a plain copy of the same bytes and the tools of others: seconds, rate, peak memory.
+
+python benchmarks/convert.py --folder /path/on/the/disk [--gigabytes 6] [--peer-gigabytes 1] [--deepspeed-python PYTHON]
+
+Every line is a process of its own; its peak resident memory is what the kernel counted. All results of ours are
+flushed to the disk, and the copies too; those of the others as they do it. With `--deepspeed-python`, zero_to_fp32 of
+that environment converts the same ZeRO-2 folder as we do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ourshard.checkpoint.inspection import nbytes_text
+from ourshard.checkpoint.source import detect
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+WIDTH = 4096
+ROWS = 2048  # 32 MiB in fp32
+
+COPY = """
+import os, shutil, sys
+os.mkdir(sys.argv[2])
+for name in sorted(os.listdir(sys.argv[1])):
+    shutil.copyfile(os.path.join(sys.argv[1], name), os.path.join(sys.argv[2], name))
+    with open(os.path.join(sys.argv[2], name), "rb") as file:
+        os.fsync(file.fileno())
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process took."""
+
+    what: str
+    seconds: float
+    peak_nbytes: int
+    source_nbytes: int
+
+
+def make_weights(folder: Path, nbytes: int) -> None:
+    """Write random fp32 weights in files of about 1 GB, and a few thousand small tensors."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    block = torch.randn(ROWS, WIDTH, generator=generator)
+    count = max(1, nbytes // block.nbytes)
+    per_file = 32
+    for first in range(0, count, per_file):
+        tensors = {f"layers.{n}.weight": block + n for n in range(first, min(count, first + per_file))}
+        tensors |= {
+            f"layers.{n}.{part}": torch.full((WIDTH,), float(n))
+            for n in range(first, first + per_file)
+            for part in "abcd"
+        }
+        save_file(tensors, folder / f"model-{first // per_file + 1:05d}-of-{-(-count // per_file):05d}.safetensors")
+
+
+def make_zero2(folder: Path, nbytes: int) -> None:
+    """Write what zero_to_fp32 reads of a ZeRO-2 checkpoint of two ranks: flat fp32 partitions and the shapes."""
+    tag = folder / "global_step1"
+    tag.mkdir(parents=True)
+    count = max(2, nbytes // (4 * ROWS * WIDTH)) // 2 * 2
+    shapes = {f"layers.{number}.weight": torch.Size((ROWS, WIDTH)) for number in range(count)}
+    generator = torch.Generator().manual_seed(0)
+    for rank in range(2):
+        part = torch.randn(count // 2 * ROWS * WIDTH, generator=generator)
+        state = {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part}
+        optimizer = {
+            "zero_stage": 2,
+            "partition_count": [2],
+            "single_partition_of_fp32_groups": [part],
+            "base_optimizer_state": {"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            "group_paddings": [0],
+            "ds_version": "0.19.8",
+        }
+        content = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}
+        torch.save(content, tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        del part, state, optimizer, content
+    module = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    model = {
+        "module": module,
+        "buffer_names": [],
+        "param_shapes": [shapes],
+        "shared_params": {},
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "ds_version": "0.19.8",
+        "dp_world_size": 2,
+        "mp_world_size": 1,
+    }
+    torch.save(model, tag / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("global_step1")
+
+
+def measure(what: str, command: Sequence[str], source: Path) -> Run:
+    """Run a command; raise if it fails."""
+    os.sync()
+    began = time.perf_counter()
+    process = os.spawnvp(os.P_NOWAIT, command[0], list(command))
+    _, status, usage = os.wait4(process, 0)
+    seconds = time.perf_counter() - began
+    if status != 0:
+        raise RuntimeError(f"{what} failed: {' '.join(map(str, command))}")
+    nbytes = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+    return Run(what, seconds, usage.ru_maxrss * 1024, nbytes)
+
+
+def convert(src: Path, dst: Path, *options: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "ourshard.cli",
+        "convert",
+        str(src),
+        str(dst),
+        "--quiet",
+        "--memory",
+        "1GiB",
+        *options,
+    ]
+
+
+def show(title: str, runs: Sequence[Run]) -> None:
+    table = Table("what", "seconds", "rate", "peak memory", "of the copy", title=title)
+    copies = [run.source_nbytes / run.seconds for run in runs if run.what.startswith("copy")]
+    for run in runs:
+        rate = run.source_nbytes / run.seconds
+        share = f"{100 * rate * len(copies) / sum(copies):.0f}%" if copies else ""
+        table.add_row(run.what, f"{run.seconds:.1f}", f"{nbytes_text(rate)}/s", nbytes_text(run.peak_nbytes), share)
+    Console().print(table)
+
+
+def own_runs(folder: Path, nbytes: int) -> list[Run]:
+    source = folder / "weights"
+    make_weights(source, nbytes)
+    runs = []
+    targets = {
+        "to ourshard, 4 ranks": ("--to", "ourshard", "--world-size", "4"),
+        "to safetensors, files of 2 GB": ("--to", "safetensors", "--max-shard-size", "2GB"),
+        "to safetensors, bf16": ("--to", "safetensors", "--dtype", "bf16"),
+        "to torch.save": ("--to", "torch", "--max-shard-size", "2GB"),
+        "to dcp": ("--to", "dcp"),
+    }
+    copy = [sys.executable, "-c", COPY, str(source), str(folder / "out")]
+    for what, options in targets.items():
+        # A copy before each: the disk is shared, and its rate drifts.
+        for name, command in (("copy", copy), (what, convert(source, folder / "out", *options))):
+            runs.append(measure(name, command, source))
+            shutil.rmtree(folder / "out")
+    shutil.rmtree(source)
+    return runs
+
+
+def peer_runs(folder: Path, nbytes: int, deepspeed_python: str | None) -> list[Run]:
+    runs = []
+    make_weights(folder / "weights", nbytes)
+    measure("dcp", convert(folder / "weights", folder / "pytorch_model_fsdp_0", "--to", "dcp"), folder / "weights")
+    shutil.rmtree(folder / "weights")
+    dcp = folder / "pytorch_model_fsdp_0"
+    with detect(dcp) as source:
+        inner = source.path if (source.path / ".metadata").exists() else next(source.path.rglob(".metadata")).parent
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    for name, command in (
+        ("accelerate merge-weights of DCP", [accelerate, "merge-weights", str(inner), str(folder / "out")]),
+        ("ourshard of DCP", convert(dcp, folder / "out", "--to", "safetensors")),
+    ):
+        runs.append(measure(name, command, dcp))
+        shutil.rmtree(folder / "out")
+    shutil.rmtree(dcp)
+    if deepspeed_python:
+        zero = folder / "zero2"
+        make_zero2(zero, nbytes)
+        tool = [deepspeed_python, "-m", "deepspeed.utils.zero_to_fp32", str(zero), str(folder / "out")]
+        options = ("--to", "safetensors", "--weights-only")
+        for name, command in (
+            ("zero_to_fp32 of ZeRO-2", tool),
+            ("zero_to_fp32 of ZeRO-2, safetensors", [*tool, "--safe_serialization"]),
+            ("ourshard of ZeRO-2", convert(zero, folder / "out", *options)),
+            ("ourshard of ZeRO-2, with the optimizer", convert(zero, folder / "out", "--to", "ourshard")),
+        ):
+            runs.append(measure(name, command, zero))
+            shutil.rmtree(folder / "out")
+        shutil.rmtree(zero)
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="an empty or new folder on the disk to measure")
+    parser.add_argument("--gigabytes", type=float, default=6.0)
+    parser.add_argument("--peer-gigabytes", type=float, default=1.0)
+    parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed")
+    arguments = parser.parse_args()
+    folder = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        parser.error(f"{folder} is not empty")
+    if arguments.gigabytes:
+        runs = own_runs(folder, int(arguments.gigabytes * 1e9))
+        show(f"{arguments.gigabytes:g} GB of fp32 weights, --memory 1GiB", runs)
+    if arguments.peer_gigabytes:
+        runs = peer_runs(folder, int(arguments.peer_gigabytes * 1e9), arguments.deepspeed_python)
+        show(f"{arguments.peer_gigabytes:g} GB of fp32 weights", runs)
+
+
+if __name__ == "__main__":
+    main()
