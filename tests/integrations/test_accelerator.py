@@ -377,3 +377,53 @@ def test_what_cannot_work_is_refused_on_every_rank(ranks, what, message):
     with pytest.raises(AssertionError, match=message) as caught:
         ranks(2)(refused, what)
     assert [failure.type_name for failure in caught.value.failures] == ["ValueError", "ValueError"]
+
+
+def strange_optimizer() -> None:
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 3}))
+    model, temperature = tiny(), torch.nn.Linear(5, 5)
+    optimizer = torch.optim.SGD([*model.parameters(), *temperature.parameters()], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(temperature(model(torch.ones(2, 31))).sum())
+    optimizer.step()
+
+
+def test_an_optimizer_with_parameters_of_a_model_that_was_not_prepared_is_refused_before_it_steps(ranks):
+    with pytest.raises(
+        AssertionError, match=r"no model that was prepared: \(5, 5\) in group 0, \(5,\) in group 0"
+    ) as caught:
+        ranks(2)(strange_optimizer)
+    assert [failure.type_name for failure in caught.value.failures] == ["ValueError", "ValueError"]
+
+
+def clipping_by_plugin(largest: float | None) -> dict[str, torch.Tensor]:
+    """Train without a word about clipping; a DeepSpeed config's `gradient_clipping` ends in the plugin."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 2}, gradient_clipping=largest))
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 31)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("largest", [None, 0.25])
+def test_a_deepspeed_config_clips_each_step(ranks, largest):
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 31)).square().sum().backward()
+        if largest:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in ranks(2)(clipping_by_plugin, largest):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-6, rtol=0)

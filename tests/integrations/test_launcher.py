@@ -116,7 +116,7 @@ def test_a_bad_section_ends_the_launcher_with_one_line_before_any_process_starts
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"ourshard_config": {"stage": 7}}, "ourshard_config: stage: 7 does not exist"),
+        ({"ourshard_config": {"stage": 7}}, r"stage: 7 does not exist.*ourshard_config"),
         ({"ourshard_config": {"wrap": {"polcy": "auto"}}}, r"wrap\.policy"),
         ({"ourshard_config": "stage 3"}, "expected a mapping"),
         ({"distributed_type": "XLA", "ourshard_config": {}}, "XLA cannot be sharded by ourshard"),
@@ -189,6 +189,19 @@ def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):
     env = launcher.prepare_multi_gpu_env(lambda args: {"ACCELERATE_USE_FSDP": "true"}, args)
     assert "ACCELERATE_USE_FSDP" not in env
     assert json.loads(env["OURSHARD_CONFIG"]) == {"stage": 3, "reshard_after_forward": False}
+
+
+def test_a_deepspeed_file_hands_over_what_its_engine_would_have_done(monkeypatch, config_file):
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    monkeypatch.delenv("OURSHARD_CONFIG", raising=False)
+    deepspeed = {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "zero3_init_flag": False}
+    path = config_file(distributed_type="DEEPSPEED", deepspeed_config=deepspeed)
+    config = config_args.load_config_from_file(str(path))
+    env = launcher.prepare_multi_gpu_env(lambda args: {}, arguments(ourshard_config=config.ourshard_config))
+    assert json.loads(env["OURSHARD_CONFIG"])["stage"] == 2
+    assert env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
+    assert env["OURSHARD_GRADIENT_CLIPPING"] == "0.5"
+    assert config.to_dict()["distributed_type"] == "DEEPSPEED"
 
 
 def test_a_file_and_the_environment_that_disagree_are_refused(monkeypatch, config_file):

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ourshard.runtime import api
+from ourshard.runtime.engine import ENGINES
 
 
 class ShardOptimizer(AcceleratedOptimizer):
@@ -18,9 +20,18 @@ class ShardOptimizer(AcceleratedOptimizer):
 
     _largest_norm: float | None = None
     _trained: Callable[[], Iterable[torch.Tensor]]
+    _looked_at = 0  # parameters that were there when strangers were last looked for
 
     def step(self, closure: Any = None) -> None:
-        """Update this rank's masters; whole parameters follow, on all ranks."""
+        """Update this rank's masters; whole parameters follow, on all ranks.
+
+        Raises:
+            ValueError: the optimizer holds parameters that no prepared model owns.
+        """
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if count != self._looked_at:
+            refuse_strangers(self.optimizer)
+            self._looked_at = count
         if self._largest_norm is not None and self.gradient_state.sync_gradients:
             unscale_once(self.scaler, self.optimizer)
             api.clip_grad_norm_(self._trained(), self._largest_norm)
@@ -49,3 +60,26 @@ def unscale_once(scaler: Any, optimizer: Optimizer) -> None:
         return
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
+
+
+def refuse_strangers(optimizer: Optimizer) -> None:
+    """Raise `ValueError` if an optimizer steps parameters of no sharded model: each rank would train its own.
+
+    Looked for at the first step and not in `prepare`, because models may be prepared after their optimizer.
+    """
+    engines = [engine for engine in ENGINES if engine.mesh.world.size > 1]
+    models = [engine.model() for engine in engines]
+    known = {id(parameter) for model in models if model is not None for parameter in model.parameters()}
+    known |= {id(run.parameter) for engine in engines for lane in engine.lanes() for run in lane.runs}
+    strange = [
+        f"{tuple(parameter.shape)} in group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if id(parameter) not in known
+    ]
+    if strange and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"The {type(optimizer).__name__} steps parameters of no model that was prepared: {', '.join(strange[:5])}"
+            f"{', ...' if len(strange) > 5 else ''}. Their gradients stay on each rank, which would train them apart. "
+            "Prepare the module that owns them."
+        )
