@@ -120,6 +120,6 @@ def launch(
 ) -> CliResult:
     """Run `accelerate launch` of this environment with a YAML and a number of processes, on a free port."""
     accelerate = Path(sys.executable).with_name("accelerate")
-    command = [accelerate, "launch", "--config_file", config, "--num_processes", str(processes)]
+    command: list[str | Path] = [accelerate, "launch", "--config_file", config, "--num_processes", str(processes)]
     command += ["--main_process_port", str(free_port()), script, *args]
     return run_cli(command, env=env, timeout=timeout, cwd=cwd, check=check)

@@ -164,7 +164,9 @@ class RankPool:
         self._ranks = [_Rank(rank, environment, self._folder) for rank in range(world)]
         self._collect(START_TIMEOUT, "starting")
 
-    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float) -> list:
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float
+    ) -> list[Any]:
         """Run `function` on every rank and return the values in rank order. Raises `RankError` or `RankTimeout`."""
         name = f"{function.__module__}.{function.__qualname__}"
         self._send("call", _payload(function, args, kwargs))
@@ -173,7 +175,9 @@ class RankPool:
         finally:
             self._print_outputs()
 
-    def run_once(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float):
+    def run_once(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], timeout: float
+    ) -> FreshResult:
         """Run `function` as the last act of these processes; see `FreshResult`. Raises `RankTimeout`."""
         began = time.monotonic()
         self._send("call", _payload(function, args, kwargs))

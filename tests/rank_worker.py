@@ -48,6 +48,14 @@ def _join() -> None:
     dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
 
 
+def _rejoin(attempt: int) -> None:
+    """Join the default group again. Its keys are in the store from last time, so each attempt has a prefix."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=GROUP_TIMEOUT)
+    world = int(os.environ["WORLD_SIZE"])
+    prefixed = dist.PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=prefixed, rank=RANK, world_size=world, timeout=GROUP_TIMEOUT)
+
+
 def _reset_settings(environment: dict[str, str]) -> None:
     """Put back what tests change in a process: environment, seeds, torch's switches, accelerate's singletons."""
     for name in set(os.environ) - set(environment):
@@ -78,7 +86,8 @@ def _state() -> RankState:
     if not dist.is_initialized():
         return RankState(joined=False, sequence=0, groups=0)
     world = dist.distributed_c10d._get_default_group()
-    return RankState(True, world._get_sequence_number_for_group(), len(dist.distributed_c10d._world.pg_map))
+    sequence = world._get_sequence_number_for_group()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return RankState(True, sequence, len(dist.distributed_c10d._world.pg_map))
 
 
 def _clean(environment: dict[str, str]) -> RankState:
@@ -98,8 +107,8 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
         elif command == "clean":
             answer = ("value", _clean(environment))
         elif command == "rejoin":
-            environment["TORCHELASTIC_RESTART_COUNT"] = os.environ["TORCHELASTIC_RESTART_COUNT"] = str(payload)
-            answer = ("value", _join())
+            _rejoin(payload)
+            answer = ("value", None)
         else:
             assert command == "barrier", command
             answer = ("value", dist.barrier())
