@@ -230,4 +230,13 @@ def detect(path: str | Path) -> Source:
         if found is not None:
             return reader(found)
         tried.append(f"  {reader.format}: {reader.looks_for}")
-    raise CheckpointError(f"{path} is no checkpoint of a known format. Looked for:\n" + "\n".join(tried))
+    inner = sorted(child.name for child in path.iterdir() if _fits(child)) if path.is_dir() else []
+    hint = f" It holds checkpoints, name one of them: {', '.join(inner)}." if inner else ""
+    raise CheckpointError(f"{path} is no checkpoint of a known format.{hint} Looked for:\n" + "\n".join(tried))
+
+
+def _fits(path: Path) -> bool:
+    """Tell whether a folder looks like a checkpoint."""
+    from .registry import readers
+
+    return path.is_dir() and any(reader.find(path) is not None for reader in readers())
