@@ -65,18 +65,17 @@ def memory_of(
             alive[index] = latest
     top = max(range(len(moves)), key=lambda index: _engine(moves[index]) + alive[index])
     held = moves[top].held
-    rest = moves[-1].held
     return Memory(
         masters=held.get(Kind.MASTER, 0),
         optimizer=states,
         whole=held.get(Kind.FULL, 0),
         slots=held.get(Kind.SLOT, 0),
-        gradients=held.get(Kind.GRADIENT, 0) + held.get(Kind.REDUCE, 0) + moves[top].in_flight,
+        gradients=held.get(Kind.GRADIENT, 0) + held.get(Kind.REDUCE, 0) + moves[top].in_flight - moves[top].freed,
         activations=alive[top] + inputs,
         workspace=workspace,
-        at_rest=sum(rest.values()) + states + workspace,
+        at_rest=_engine(moves[-1]) + states + workspace,
     )
 
 
 def _engine(move: Move) -> int:
-    return sum(move.held.values()) + move.in_flight
+    return sum(move.held.values()) + move.in_flight - move.freed

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ourshard.config import ShardConfig
+from ourshard.config import ShardConfig, Transport
 from ourshard.planning.formulas import OPTIMIZERS, Reach, checkpoint_nbytes
 from ourshard.planning.hardware import Hardware
 from ourshard.planning.layouts import PlannedModel, plan_model
@@ -143,7 +143,9 @@ class Planner:
 
     def _rehearse(self, planned: PlannedModel, config: ShardConfig, mesh: MeshSizes) -> Sequence[Move]:
         visits = self.trace(planned, config).visits
-        rehearsal = Rehearsal(planned, config, mesh, visits, self.workload.micro_batches, self.workload.clip)
+        wanted = config.communication.transport is not Transport.NCCL
+        peer = wanted and mesh.shard > 1 and self.hardware.nodes == 1
+        rehearsal = Rehearsal(planned, config, mesh, visits, self.workload.micro_batches, self.workload.clip, peer=peer)
         return rehearsal.settled()
 
     def trace(self, planned: PlannedModel, config: ShardConfig) -> Trace:

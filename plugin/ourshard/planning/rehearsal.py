@@ -66,6 +66,7 @@ class Does(Enum):
     BOUND = "bound"  # compute waits for all but the newest reductions
     JOIN = "join"  # compute waits for everything
     STEP = "step"  # the optimizer steps `nbytes` of masters
+    REST = "rest"  # gradients are set to None, the step is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class Move:
     does: Does
     unit: int
     held: dict[Kind, int]
-    in_flight: int = 0  # bytes of gradients between backward and the runtime, and of buffers that reductions still read
+    in_flight: int = 0  # bytes that the ledger has not: gradients before they are taken, buffers that reductions read
+    freed: int = 0  # bytes that the ledger still has: gradients that `zero_grad` freed
     collectives: tuple[Collective, ...] = ()
     nbytes: int = 0
     visit: Visit | None = None
@@ -86,8 +88,10 @@ class _Lane:
     """The buffers of one lane that come and go."""
 
     planned: PlannedLane
-    arriving: int = 0  # bytes; 0 when there is none
-    gradient: bool = False
+    arriving: int = 0  # bytes in the ledger; 0 when there is none
+    lent: bool = False  # `arriving` is in the peers' arena, which is counted once
+    gradient: bool = False  # the ledger has the reduced gradient
+    freed: bool = False  # `zero_grad` freed it, which the ledger hears of when the next one is taken
 
 
 @dataclass(slots=True)
@@ -125,6 +129,7 @@ class Rehearsal:
     micro_batches: int = 1
     clip: bool = True
     buffers_in_flight: int = BUFFERS_IN_FLIGHT  # 1 on a CPU, where a reduction is over when it is issued
+    peer: bool = False  # gathers and reductions go by copy engines: Note [Peer copies] in runtime/peer.py
     moves: list[Move] = field(default_factory=list)
     order: list[str] = field(default_factory=list)  # gathers and reductions, as the ledger's trace writes them
 
@@ -137,6 +142,9 @@ class Rehearsal:
         self._sync = True
         self._pending: list[int] = []  # bytes of the buffers of reductions that compute has not waited for
         self._held: Counter[Kind] = Counter(_at_rest(self.planned.lanes))
+        self._pulled = 0  # bytes of what was pulled from peers; the buffer stays
+        self._staging, self._arena = _peer_nbytes(self.planned, self.mesh.shard) if self.peer else (0, 0)
+        self._held[Kind.REDUCE] += 2 * self._staging + self._arena
         nobody: Any = _Nobody()
         units: Any = [unit.planned for unit in self._units]
         self._schedule = Schedule(nobody, units, self._perform)
@@ -225,11 +233,15 @@ class Rehearsal:
             self._move(Does.COPY, self._root, nbytes=3 * masters)
         self._move(Does.STEP, self._root, nbytes=masters)
         for unit in self._units:
+            for lane in unit.lanes:
+                lane.freed = lane.gradient and not lane.planned.placement.whole
+        for unit in self._units:
             if any(not lane.direct for lane in unit.planned.lanes):
                 unit.whole = False
         for unit in (self._root, *self._units[:-1]):
             if not unit.planned.sharded:
                 self._gather(unit)
+        self._move(Does.REST, self._root)
 
     # ---- whole parameters ----------------------------------------------------------------------------------
 
@@ -294,10 +306,17 @@ class Rehearsal:
         if not planned.trainable:
             return
         width = planned.reduce_nbytes if reduce_next and not planned.direct else planned.store_nbytes
-        if not lane.arriving:
-            lane.arriving = planned.numel * width
-            self._held[_arriving_kind(planned)] += lane.arriving
-        self._move(Does.COPY, unit, nbytes=_leaf_nbytes(planned) + lane.arriving)
+        if lane.freed:
+            lane.freed = lane.gradient = False
+            self._held[Kind.GRADIENT] -= planned.master_nbytes
+        if not lane.arriving and not lane.lent:
+            lane.lent = reduce_next and self.peer and unit is not self._root and not planned.placement.whole
+            if lane.lent:
+                self._move(Does.JOIN, unit)  # the arena is free when the last reduction has read it
+            else:
+                lane.arriving = planned.numel * width
+                self._held[_arriving_kind(planned)] += lane.arriving
+        self._move(Does.COPY, unit, nbytes=_leaf_nbytes(planned) + planned.numel * width)
 
     def _reduce(self, unit: _Unit) -> None:
         """Follow `Unit.reduce` and `Lane.reduce`."""
@@ -306,7 +325,9 @@ class Rehearsal:
         for lane in unit.lanes:
             self._take(unit, lane, reduce_next=lane in due)
         unit.in_flight = 0
-        buffers = sum(_sent_nbytes(lane.planned) for lane in due)
+        buffers = sum(_sent_nbytes(lane.planned) for lane in due if not lane.lent)
+        pulled = sum(lane.planned.numel * lane.planned.reduce_nbytes for lane in due if lane.lent)
+        self._pulled = max(self._pulled, pulled * (self.mesh.shard - 1) // self.mesh.shard)
         calls: list[Collective] = []
         for lane in due:
             calls += self._lane_reduction(lane)
@@ -322,7 +343,7 @@ class Rehearsal:
         nbytes = planned.numel * planned.reduce_nbytes
         if not planned.direct:
             self._held[_arriving_kind(planned)] -= lane.arriving
-            lane.arriving = 0
+            lane.arriving, lane.lent = 0, False
             if not lane.gradient:
                 lane.gradient = True
                 self._held[Kind.GRADIENT] += planned.master_nbytes
@@ -342,8 +363,10 @@ class Rehearsal:
         nbytes: int = 0,
         visit: Visit | None = None,
     ) -> None:
-        in_flight = sum(other.in_flight for other in self._units) + sum(self._pending)
-        self.moves.append(Move(does, unit.index, dict(self._held), in_flight, collectives, nbytes, visit))
+        in_flight = sum(other.in_flight for other in self._units) + sum(self._pending) + self._pulled
+        lanes = (lane for other in self._units for lane in other.lanes)
+        freed = sum(lane.planned.master_nbytes for lane in lanes if lane.freed)
+        self.moves.append(Move(does, unit.index, dict(self._held), in_flight, freed, collectives, nbytes, visit))
 
 
 def _at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
@@ -359,6 +382,20 @@ def _at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
 
 def _arriving_kind(lane: PlannedLane) -> Kind:
     return Kind.GRADIENT if lane.placement.grads is At.WHOLE else Kind.REDUCE
+
+
+def _peer_nbytes(planned: PlannedModel, ranks: int) -> tuple[int, int]:
+    """Return the bytes of a staging buffer and of the arena: `_sizes` in runtime/peer.py."""
+    staging = arena = 0
+    for unit in planned.units[:-1]:
+        lanes = [lane for lane in unit.lanes if not lane.placement.whole]
+        staging = max([staging, *(lane.full_nbytes // ranks for lane in lanes)])
+        arena = max(arena, sum(_aligned(lane.numel * lane.reduce_nbytes) for lane in lanes if lane.trainable))
+    return _aligned(staging), _aligned(arena)
+
+
+def _aligned(nbytes: int, to: int = 512) -> int:
+    return -(-nbytes // to) * to
 
 
 def _leaf_nbytes(lane: PlannedLane) -> int:

@@ -153,6 +153,9 @@ class _Clocks:
         self.compute += seconds
         self.stepped += seconds
 
+    def _rest(self, move: Move) -> None:
+        """Take no time."""
+
     _acts: Mapping[Does, Callable[[_Clocks, Move], None]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -165,4 +168,5 @@ class _Clocks:
             Does.BOUND: _Clocks._bound,
             Does.JOIN: _Clocks._join,
             Does.STEP: _Clocks._step,
+            Does.REST: _Clocks._rest,
         }
