@@ -34,7 +34,7 @@ from ourshard.runtime.lane import Lane
 class Run:
     """Neighbouring parameters of one lane as one flat tensor of this rank's rows: Note [Runs]."""
 
-    __slots__ = ("group", "handed_out", "lane", "optimizer", "parameter", "positions", "start", "stop")
+    __slots__ = ("group", "handed_out", "lane", "optimizer", "parameter", "positions", "start", "stop", "uneven")
 
     def __init__(self, lane: Lane, positions: list[int], optimizer: Optimizer, group: dict[str, Any]) -> None:
         self.lane = lane
@@ -49,32 +49,39 @@ class Run:
         if held:
             self.parameter.data = lane.master[self.start : self.stop]
         self.handed_out = False
+        self.uneven = False  # gradients of some parameters were dropped since `hand_out`
         self.group = group
         self.optimizer = weakref.ref(optimizer)
 
     def hand_out(self) -> None:
         """Set the run's gradient from the lane's; split where some parameters have one and others do not."""
+        self.uneven = False
         flags = {self.lane.valid[position] for position in self.positions}
         if len(flags) > 1:
             self._split()
             return
         self.handed_out = flags == {True}
         if self.handed_out and self.parameter.grad is None:
-            assert self.lane.gradient is not None
-            held = self.stop > self.start
-            self.parameter.grad = (
-                self.lane.gradient[self.start : self.stop] if held else torch.zeros_like(self.parameter)
-            )
+            self.parameter.grad = self._rows_of(self.lane.gradient)
         elif not self.handed_out:
             self.parameter.grad = None
 
+    def _rows_of(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        if self.stop == self.start:
+            return torch.zeros_like(self.parameter)
+        assert gradient is not None
+        return gradient[self.start : self.stop]
+
     def dropped(self) -> None:
-        """Follow `p.grad = None` of one of the parameters."""
+        """Follow `p.grad = None` of one of the parameters.
+
+        Others may follow (`module.zero_grad()` drops one after the other), so the run is split no sooner than at a step.
+        """
         if not any(self.lane.valid[position] for position in self.positions):
             self.parameter.grad = None
-            self.handed_out = False
+            self.handed_out = self.uneven = False
         elif self.handed_out:
-            self._split()
+            self.uneven = True
 
     def _split(self) -> None:
         """Replace this run by one run a parameter, in the optimizer and in the lane, with the state cut likewise."""
@@ -87,13 +94,18 @@ class Run:
         for part in parts:
             if state:
                 optimizer.state[part.parameter] = {k: self._cut(v, part) for k, v in state.items()}
+        gradient = self.lane.gradient  # may be kept alive by this run alone
         place = self.lane.runs.index(self)
         self.lane.runs[place : place + 1] = parts
         for part in parts:
+            if gradient is not None and self.lane.valid[part.positions[0]]:
+                part.parameter.grad = part._rows_of(gradient)
             part.hand_out()
 
     def _cut(self, value: Any, part: Run) -> Any:
-        if isinstance(value, torch.Tensor) and value.shape == (self.stop - self.start,):
+        if isinstance(value, torch.Tensor) and value.shape == self.parameter.shape and value.dim():
+            if part.stop == part.start:
+                return torch.zeros_like(part.parameter, dtype=value.dtype)  # one element, as the parameter has
             return value[part.start - self.start : part.stop - self.start].clone()
         return value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -309,6 +321,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         adopt_optimizer(optimizer)
     for engine in list(ENGINES):
         engine.settle()
+        for run in [run for lane in engine.lanes() for run in lane.runs if run.uneven]:
+            run.hand_out()
     _ADOPTED[optimizer].count = sum(len(group["params"]) for group in optimizer.param_groups)
 
 
