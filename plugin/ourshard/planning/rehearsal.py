@@ -106,7 +106,15 @@ class _Unit:
     held: bool = False
     running: bool = False
     reduced: bool = False
+    is_pending: bool = True  # its backward is still to come; always true of the root
     in_flight: int = 0
+
+    @property
+    def label(self) -> str:
+        return self.planned.label
+
+    def release_unused(self) -> None:
+        """Do nothing: every unit is used."""
 
 
 class _Nobody:
@@ -116,6 +124,16 @@ class _Nobody:
 
     def agree(self, label: str) -> None:
         """Agree."""
+
+    def agree_on(self, wish: str, prefix: str) -> list[str]:
+        """Wish the same."""
+        return [wish]
+
+    def declare(self, label: str) -> None:
+        """Begin the same."""
+
+    def confirm(self) -> None:
+        """Have begun the same."""
 
 
 @dataclass
@@ -146,7 +164,7 @@ class Rehearsal:
         self._staging, self._arena = _peer_nbytes(self.planned, self.mesh.shard) if self.peer else (0, 0)
         self._held[Kind.REDUCE] += 2 * self._staging + self._arena
         nobody: Any = _Nobody()
-        units: Any = [unit.planned for unit in self._units]
+        units: Any = self._units
         self._schedule = Schedule(nobody, units, self._perform)
 
     # ---- the step ------------------------------------------------------------------------------------------
@@ -168,9 +186,10 @@ class Rehearsal:
         return self.step()
 
     def _forward(self) -> None:
+        refilled = sum(_refilled_nbytes(lane) for unit in self.planned.units for lane in unit.lanes)
+        self._move(Does.COPY, self._root, nbytes=refilled)
         for unit in self._units:
-            if any(lane.planned.placement.whole and not lane.planned.direct for lane in unit.lanes):
-                unit.whole = False
+            unit.is_pending = True
         self._schedule.begin(("forward", True), self.config.prefetch.forward)
         self._require(self._root)
         self._root.held = True
@@ -197,9 +216,12 @@ class Rehearsal:
             unit.in_flight = sum(_leaf_nbytes(lane.planned) for lane in unit.lanes)
             if unit is not self._root and visit.bounded:
                 self._leave(unit)
-        for unit in reversed(self._units):
-            self._finish(unit)
+        for unit in (*reversed(self._units[:-1]), self._root):
+            if self._reduces_now(unit) and (not unit.reduced or unit.in_flight):
+                self._schedule.need(Action.REDUCE, unit)  # type: ignore[arg-type]
         self._schedule.end()
+        for unit in self._units:
+            self._put_aside(unit)
         self._backward = False
         self._pending.clear()
         self._move(Does.JOIN, self._root)
@@ -212,19 +234,12 @@ class Rehearsal:
 
     def _leave(self, unit: _Unit) -> None:
         """Follow `Unit.after_backward`."""
-        unit.running = False
+        unit.running = unit.is_pending = False
         if self._reduces_now(unit):
             self._schedule.need(Action.REDUCE, unit)  # type: ignore[arg-type]  # the schedule asks only for `index`
         else:
             self._put_aside(unit)
         self._release(unit)
-
-    def _finish(self, unit: _Unit) -> None:
-        """Follow the loop of `Engine.finish_backward`."""
-        if self._reduces_now(unit) and (not unit.reduced or unit.in_flight):
-            self._schedule.need(Action.REDUCE, unit)  # type: ignore[arg-type]
-        else:
-            self._put_aside(unit)
 
     def _optimize(self) -> None:
         lanes = [lane for lane in self.planned.lanes if lane.trainable]
@@ -396,6 +411,11 @@ def _peer_nbytes(planned: PlannedModel, ranks: int) -> tuple[int, int]:
 
 def _aligned(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
+
+
+def _refilled_nbytes(lane: PlannedLane) -> int:
+    """Bytes read and written at the start of a forward, where the user may have written to the masters he holds."""
+    return lane.numel * (lane.store_nbytes + lane.compute_nbytes) if lane.placement.whole and not lane.direct else 0
 
 
 def _leaf_nbytes(lane: PlannedLane) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ourshard.runtime.engine import ENGINES, Engine
+from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
 
@@ -68,8 +68,6 @@ def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _
     for parameter in unique:
         if isinstance(parameter, ShardParameter):
             by_lane.setdefault(parameter._lane, set()).add(parameter._position)
-    for engine in list(ENGINES):
-        engine.settle()
     found.whole.extend(p.grad for p in unique if not isinstance(p, ShardParameter) and p.grad is not None)
     for lane, positions in by_lane.items():
         _add_lane(lane, positions, found)

@@ -115,6 +115,24 @@ def watch() -> Watch | None:
     return _WATCHES[world]
 
 
+class _Exchange:
+    """A short text of every rank, on its way."""
+
+    def __init__(self, label: str, world: int, group: dist.ProcessGroup | None) -> None:
+        self.label = label
+        self._world = world
+        raw = label.encode()[: _LABEL_BYTES - 1]
+        self._mine = torch.zeros(_LABEL_BYTES, dtype=torch.uint8)
+        self._mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else self._mine[:0]
+        self._whole = torch.empty(world * _LABEL_BYTES, dtype=torch.uint8)
+        self.work = all_gather_flat(self._whole, self._mine, group=group, async_op=True)
+
+    def told(self) -> list[str]:
+        """Return what the ranks said, in rank order, once `work` is over."""
+        rows = self._whole.view(self._world, _LABEL_BYTES)
+        return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
 class Control:
     """Host-side messages of one mesh: agreements, small exchanges."""
 
@@ -123,7 +141,8 @@ class Control:
         self.rank = mesh.world.rank
         self.world = mesh.world.size
         self.agreements = 0
-        self._watch = watch()
+        self._declared: _Exchange | None = None
+        self._watch = watch() if mesh.control is not None else None
 
     def agree(self, label: str) -> None:
         """Return once every rank has come here with the same `label`; raise `DesyncError` if they can't.
@@ -133,29 +152,51 @@ class Control:
         if self.group is None:
             return
         self.agreements += 1
-        said = self._exchange(label)
+        self._compare(self._exchange(label))
+
+    def agree_on(self, wish: str, prefix: str) -> list[str]:
+        """Return the wishes of all ranks, which begin with `prefix`; raise `DesyncError` if one says something else.
+
+        Collective over all ranks.
+        """
+        self.agreements += 1
+        said = self._exchange(wish, waiting=f"{prefix}next turn")
+        if not all(text.startswith(prefix) for text in said):
+            self._compare(said)
+        return said
+
+    def declare(self, label: str) -> None:
+        """Tell the other ranks what this one begins, without waiting for them; `confirm` compares."""
+        assert self._declared is None, self._declared
+        self._declared = _Exchange(label, self.world, self.group)
+
+    def confirm(self) -> None:
+        """Raise `DesyncError` unless all ranks have declared the same. Waits for those that have not yet."""
+        declared, self._declared = self._declared, None
+        if declared is not None:
+            self._wait(declared.work, declared.label)
+            self._compare(declared.told())
+
+    def withdraw(self) -> None:
+        """Forget what was declared, after an exception."""
+        self._declared = None
+
+    def _exchange(self, label: str, waiting: str = "") -> list[str]:
+        exchange = _Exchange(label, self.world, self.group)
+        self._wait(exchange.work, waiting or f"agreement on: {label}")
+        return exchange.told()
+
+    def _compare(self, said: list[str]) -> None:
         if len(set(said)) > 1:
             raise DesyncError(self._disagreement(dict(enumerate(said))))
 
-    def _exchange(self, label: str) -> list[str]:
-        raw = label.encode()[: _LABEL_BYTES - 1]
-        mine = torch.zeros(_LABEL_BYTES, dtype=torch.uint8)
-        mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else mine[:0]
-        whole = torch.empty(self.world * _LABEL_BYTES, dtype=torch.uint8)
-        self._wait(all_gather_flat(whole, mine, group=self.group, async_op=True), f"agreement on: {label}")
-        rows = whole.view(self.world, _LABEL_BYTES)
-        return [bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-    def start_any_of(self, flags: torch.Tensor) -> dist.Work | None:
-        """Start to set each of `flags` (uint8, on the host) where any rank set it. Collective; see `finish`."""
-        if self.group is None or not flags.numel():
-            return None
-        return dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-
-    def finish(self, work: dist.Work | None, label: str) -> None:
-        """Wait for what `start_any_of` started."""
-        if work is not None:
-            self._wait(work, label)
+    def any_of(self, flags: list[bool], label: str) -> list[bool]:
+        """Return, for each flag, whether any rank set it. Collective; all ranks give the same number of flags."""
+        if self.group is None:
+            return flags
+        told = torch.tensor(flags, dtype=torch.uint8)
+        self._wait(dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True), label)
+        return [bool(flag) for flag in told.tolist()]
 
     def gather_objects(self, value: object, label: str) -> list[object]:
         """Return every rank's `value`, in rank order. Collective; for messages, not for tensors."""

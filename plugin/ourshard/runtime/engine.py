@@ -64,20 +64,21 @@ class Engine:
         self.peer: PeerCopies | None = None  # set once the units are there
         self.reducer = Reducer(self.collectives)
         self.units: list[Unit] = []
-        self.schedule = Schedule(self.control, self.units, self._perform)
+        self.order = next(_ORDER)  # among the engines of this process; the same on every rank
+        name = f" of {type(model).__name__} (model {self.order})"
+        self.schedule = Schedule(self.control, self.units, self._perform, name)
         self.require_sync = True
         self.sync_backward = True  # `require_sync` of the last forward
         self.phase_is_backward = False
         self.forward_has_grad = False  # the root's forward runs, with gradient
         self.gathered_depth = 0  # inside `gathered(...)`: everything is whole, hooks do nothing
-        self.order = next(_ORDER)  # among the engines of this process; the same on every rank
         self.adoption = 0  # grows when an optimizer must look for parameters anew
         self.writes = 0  # whole values written from outside since the last forward: `writing.py`
         self._forward_depth = 0
         self._held: list[Unit] = []
         self._reducing: list[tuple[Any, Any]] = []  # buffers that the reduce stream reads, with their events
+        self._held_before = 0  # units that were held when the forward began
         self._double_backward = False
-        self._usage: tuple[torch.Tensor, Any] | None = None  # flags on their way around the ranks
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
 
     @property
@@ -128,6 +129,25 @@ class Engine:
         self._forward_depth += 1
         if self._forward_depth > 1 or self.gathered_depth:
             return None
+        if not self._is_recomputed():
+            self._open_forward()
+        for unit in self.rooted:
+            unit.require()
+            unit.install()
+            self.hold(unit)
+        if self.param_dtype is None or not self.cast_small:
+            return None
+        return _cast(args, self.param_dtype), _cast(kwargs, self.param_dtype)
+
+    def _is_recomputed(self) -> bool:
+        """Say whether a checkpoint around the model runs its forward again. A backward that failed is cleared away."""
+        if self.phase_is_backward and torch._C._current_graph_task_id() == -1:
+            logger.warning("The last backward ended in an exception: its gradients are dropped.")
+            self.reset()
+            self._forward_depth = 1
+        return self.phase_is_backward
+
+    def _open_forward(self) -> None:
         grad = self.forward_has_grad = torch.is_grad_enabled()
         if grad:
             self.sync_backward = self.require_sync
@@ -137,32 +157,40 @@ class Engine:
                 f"the first forward after {self.writes} parameters were written (copy_, load_state_dict)"
             )
             self.writes = 0
-        for unit in self.units:
-            for lane in unit.lanes:
-                if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
-                    unit.mark_stale()
-        self.schedule.begin(("forward", grad), self.config.prefetch.forward)
-        for unit in self.rooted:
-            unit.require()
-            unit.install()
-            self.hold(unit)
-        if self.param_dtype is None or not self.cast_small:
-            return None
-        return _cast(args, self.param_dtype), _cast(kwargs, self.param_dtype)
+            self._bring_in_unsharded()
+        for lane in self.lanes():
+            if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
+                lane.stale = True
+                lane.fill()
+        self._held_before = len(self._held)
+        title = f"{'with' if grad else 'without'} gradients, {self._root_state}"
+        self.schedule.begin(("forward", title), self.config.prefetch.forward)
+
+    @property
+    def _root_state(self) -> str:
+        """Say, for the other ranks, whether the root must be gathered: the order of a phase depends on it."""
+        return "root whole" if self.root.whole else "root at rest"
 
     def end_forward(self, outputs: Any) -> Any:
         """Close the forward phase; what has no backward is released."""
         self._forward_depth -= 1
         if self._forward_depth or self.gathered_depth:
             return None
-        self.schedule.end()
-        self.forward_has_grad = False
         has_backward = torch.is_grad_enabled() and hook_outputs(outputs, self.on_root_gradient)
         if not self.phase_is_backward:
+            self.schedule.end()
+            self.forward_has_grad = False
             self._release_ahead()
             if not has_backward:
-                self._release_held()
+                self._release_held(self._held_before)
         return _cast(outputs, self.output_dtype) if self.output_dtype else None
+
+    def forward_failed(self) -> None:
+        """Clear away a forward that raised; a checkpoint ends its recomputation so, which is no failure."""
+        if self.phase_is_backward:
+            self._forward_depth -= 1
+        else:
+            self.reset()
 
     def open_door(self) -> None:
         """Make the root's parameters whole for a module that is called on its own."""
@@ -171,7 +199,7 @@ class Engine:
             unit.install()
 
     def close_door(self, outputs: Any) -> None:
-        if torch.is_grad_enabled() and hook_outputs(outputs, self.root.on_output_gradient):
+        if torch.is_grad_enabled() and self.root.watch(outputs):
             for unit in self.rooted:
                 self.hold(unit)
         elif not self.root.held:
@@ -198,11 +226,6 @@ class Engine:
             frame = frame.f_back  # type: ignore[assignment]
         return False
 
-    def watch_outputs_of_access(self, outputs: Any) -> None:
-        """Hear of the backward through a value that was computed from a resting parameter."""
-        if torch.is_grad_enabled():
-            hook_outputs(outputs, self.on_root_gradient)
-
     def cast_requested(self, lane: Lane, dtype: torch.dtype) -> None:
         """Compute the lane in `dtype`, after `model.to(dtype)`."""
         lane.unit.release()
@@ -228,26 +251,33 @@ class Engine:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Open the backward phase with its first gradient. Idempotent."""
+        """Open the backward phase with its first gradient, and bring the root back if it was released. Idempotent."""
         if self.phase_is_backward or self.gathered_depth:
             return
         self.phase_is_backward = True
         self._double_backward = torch.is_grad_enabled()
         for unit in self.units:
             unit.reduced = False
-        self.schedule.begin(("backward", self.sync_backward), self.config.prefetch.backward)
+        title = f"{'with' if self.sync_backward else 'without'} sync, {self._root_state}"
+        self.schedule.begin(("backward", title), self.config.prefetch.backward)
+        for unit in self.rooted:
+            unit.require()
+            unit.install()
+            self.hold(unit)
         Variable._execution_engine.queue_callback(self.finish_backward)  # type: ignore[attr-defined]
 
     def finish_backward(self) -> None:
-        """Close the backward phase: reduce what is left, release everything, and tell which gradients exist."""
+        """Close the backward phase: reduce what is left, release everything, and agree which gradients exist."""
         if not self.phase_is_backward:
             return
-        for unit in reversed(self.units):
+        for unit in (*reversed(self.units[:-1]), self.root):
             if self.reduces_now(unit) and (not unit.reduced or unit.has_arrived()):
                 self.schedule.need(Action.REDUCE, unit)
-            else:
-                unit.put_aside()
         self.schedule.end()
+        for unit in self.units:
+            unit.put_aside()
+        if self.sync_backward:
+            self.settle()
         self.phase_is_backward = False
         self.streams.join()
         self._reducing.clear()
@@ -256,8 +286,6 @@ class Engine:
             for unit in self.units:
                 unit.close()
                 unit.release()
-        if self.sync_backward:
-            self._tell_usage()
 
     def reduces_now(self, unit: Unit) -> bool:
         """Say whether this backward reduces any lane of the unit; the same on every rank."""
@@ -275,11 +303,12 @@ class Engine:
             _, passed = self._reducing.pop(0)
             self.streams.wait(passed)
 
-    def _release_held(self) -> None:
-        for unit in self._held:
+    def _release_held(self, before: int = 0) -> None:
+        """Release what was held, from number `before` on: a forward without backward keeps what others hold."""
+        for unit in self._held[before:]:
             unit.held = False
             unit.release()
-        self._held.clear()
+        del self._held[before:]
 
     def _release_ahead(self) -> None:
         """Release units that were gathered ahead, or joined, and not used; or merged ones that were used in part."""
@@ -300,26 +329,23 @@ class Engine:
 
     # ---- which gradients exist -----------------------------------------------------------------------------
 
-    def _tell_usage(self) -> None:
-        """Start to tell the other ranks which parameters got a gradient here. Host only; read by `settle`."""
-        touched = [flag for lane in self.lanes() if lane.trainable for flag in lane.touched]
-        flags = torch.tensor(touched, dtype=torch.uint8)
-        self._usage = (flags, self.control.start_any_of(flags))
-
     def settle(self) -> None:
-        """Learn which parameters have a gradient on any rank, and put gradients where optimizers look for them."""
-        if self._usage is None:
-            return
-        flags, work = self._usage
-        self._usage = None
-        self.control.finish(work, "exchange of used parameters")
-        known = flags.tolist()
-        start = 0
-        for lane in self.lanes():
-            if lane.trainable:
-                stop = start + len(lane.touched)
-                lane.settle([bool(flag) for flag in known[start:stop]])
-                start = stop
+        """Agree which units have gradients left over and which parameters have one on any rank; reduce and show them.
+
+        Collective, at the end of every backward that syncs; the agreement is on the host. `zero_grad` and users look at
+        gradients right after, so that it can't wait.
+        """
+        lanes = [lane for lane in self.lanes() if lane.trainable]
+        flags = [unit.has_arrived() for unit in self.units] + [flag for lane in lanes for flag in lane.has_gradients()]
+        known = self.control.any_of(flags, "exchange of used parameters")
+        for unit in self.units:
+            if known[unit.index]:
+                self._perform(Event(Action.REDUCE, unit.index))
+        start = len(self.units)
+        for lane in lanes:
+            stop = start + len(lane.touched)
+            lane.settle(known[start:stop])
+            start = stop
 
     # ---- step ----------------------------------------------------------------------------------------------
 
@@ -332,6 +358,10 @@ class Engine:
             if any(not lane.direct for lane in unit.lanes):
                 unit.mark_stale()
         self._held = [unit for unit in self._held if unit.held]
+        self._bring_in_unsharded()
+
+    def _bring_in_unsharded(self) -> None:
+        """Start to bring in what stays whole, where it does not show the masters; in one order on all ranks."""
         for unit in (*self.rooted, *self.units):
             if not unit.sharded:
                 unit.issue_gather()
@@ -365,7 +395,6 @@ class Engine:
         self.streams.join()
         self._reducing.clear()
         self._held.clear()
-        self._usage = None
         if self.peer is not None:
             self.peer.abandon()
         for unit in self.units:

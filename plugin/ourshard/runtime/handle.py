@@ -163,17 +163,23 @@ class ShardParameter(Resting, nn.Parameter):
         if writes(name, kwargs):
             raise RuntimeError(self._advice(f"writing with {name!r}"))
 
+        units = set()
+
         def whole(leaf: Any) -> Any:
             if not isinstance(leaf, ShardParameter):
                 return leaf
-            found = leaf._lane.unit.whole_on_access(leaf._lane, leaf._position)
+            unit = leaf._lane.unit
+            found = unit.whole_on_access(leaf._lane, leaf._position)
             if found is None:
                 raise RuntimeError(leaf._advice(f"computing with {name!r}"))
+            units.add(unit)
             return found
 
         args, kwargs = tree_map(whole, (args, kwargs))
         result = func(*args, **kwargs)
-        self._lane.unit.engine.watch_outputs_of_access(result)
+        if torch.is_grad_enabled():
+            for unit in units:
+                unit.watch(result)
         return result
 
     def _cast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

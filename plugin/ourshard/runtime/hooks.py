@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
-    from ourshard.runtime.unit import Unit
+    from ourshard.runtime.unit import Call, Unit
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module)
 
@@ -81,14 +82,14 @@ class _InputBoundary(torch.autograd.Function):
     """Identity whose backward says that the unit's backward is over: Note [Boundaries]."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
+    def forward(ctx: Any, unit: Unit, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.call = unit, call
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        ctx.unit.after_backward()
-        return (None, *grads)
+        ctx.unit.after_backward(ctx.call)
+        return (None, None, *grads)
 
 
 def hook_outputs(outputs: Any, before_backward: Callable[..., None]) -> bool:
@@ -122,18 +123,18 @@ class UnitHooks:
         unit = self._unit
         if unit.engine.gathered_depth:
             return None
-        recomputing = unit.running > 0
+        recomputing = unit.running
         unit.before_forward()
         if not torch.is_grad_enabled() and unit.engine.forward_has_grad:
             unit.recomputes += 1  # a reentrant checkpoint: this forward comes again, with gradient
         if not torch.is_grad_enabled() or recomputing:
             return None
-        unit.calls += 1
+        call = unit.open_call()
         found: list[torch.Tensor] = []
         collect_inputs((args, kwargs), found)
         if not found:
-            return None  # no boundary: the call counts as open until the end of backward
-        fresh = _InputBoundary.apply(unit, *found)
+            return None  # no boundary: the call counts as open until the end of its backward
+        fresh = _InputBoundary.apply(unit, call, *found)
         renamed = {id(old): new for old, new in zip(found, fresh, strict=True)}
         return replace_inputs(args, renamed), replace_inputs(kwargs, renamed)
 
@@ -143,7 +144,7 @@ class UnitHooks:
             return
         has_backward = False
         if torch.is_grad_enabled() and not unit.running:
-            has_backward = hook_outputs(outputs, unit.on_output_gradient)
+            has_backward = hook_outputs(outputs, partial(unit.on_output_gradient, unit.entered.pop()))
         unit.after_forward(has_backward)
 
 
@@ -167,7 +168,7 @@ class RootHooks:
 
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         if outputs is None and sys.exc_info()[0] is not None:  # called although the forward raised
-            self._engine.reset()
+            self._engine.forward_failed()
             return None
         return self._engine.end_forward(outputs)
 

@@ -136,7 +136,7 @@ class Seat(Joinable):
             engine._reducing.clear()
             engine.phase_is_backward = False
             if engine.sync_backward:
-                engine._tell_usage()
+                engine.settle()
         elif verb == Action.REDUCE.value:
             engine._perform(Event(Action.REDUCE, numbers[0]))
         else:
@@ -167,10 +167,10 @@ class _Announcing:
         self._schedule = engine.schedule
         self.phase: Hashable | None = None
 
-    def begin(self, phase: tuple[str, bool], depth: int) -> None:
+    def begin(self, phase: tuple[str, Hashable], depth: int) -> None:
         self.phase = phase
         if phase[0] == "backward":
-            self._seat.say(_BEGIN, self._index, int(phase[1]))
+            self._seat.say(_BEGIN, self._index, int(self._engine.sync_backward))
 
     def end(self) -> None:
         if isinstance(self.phase, tuple) and self.phase[0] == "backward":

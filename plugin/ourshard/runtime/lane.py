@@ -73,7 +73,9 @@ class Lane:
         self._gradient_nbytes = 0  # as the ledger has them
         self.touched = [False] * len(self.parameters)  # this rank's backward gave a gradient, not dropped since
         self.valid = [False] * len(self.parameters)  # some rank's did; known once the ranks have told each other
+        self._reduced_version = -1  # of `arriving`, where whole gradients stay in it
         self.is_lent = False  # `arriving` is a piece of the peers' arena
+        self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
         self._make_buffers()
@@ -238,8 +240,26 @@ class Lane:
     def has_arrived(self) -> bool:
         """Say whether backward left a gradient that has not been reduced."""
         if self.direct:
-            return any(leaf.grad is not None for leaf in self.leaves)
+            return any(not self._is_reduced(position) for position in range(len(self.leaves)))
         return self.arriving is not None or any(leaf.grad is not None for leaf in self.leaves)
+
+    def has_gradients(self) -> list[bool]:
+        """Say which parameters have a gradient from this rank's backwards, not dropped since."""
+        return [touched or leaf.grad is not None for touched, leaf in zip(self.touched, self.leaves, strict=True)]
+
+    def _is_reduced(self, position: int) -> bool:
+        """Say whether the gradient of a direct leaf is what the last reduction left: nothing was added since."""
+        grad = self.leaves[position].grad
+        if grad is None:
+            return True
+        return self.arriving is not None and self._is_in_place(position) and grad._version == self._reduced_version
+
+    def _is_in_place(self, position: int) -> bool:
+        """Say whether the gradient of a direct leaf is a view of `arriving`."""
+        grad = self.leaves[position].grad
+        assert grad is not None
+        assert self.arriving is not None
+        return grad.data_ptr() == self.arriving.data_ptr() + self.layout.tensors[position].offset * grad.element_size()
 
     def take_gradients(self, reduce_next: bool) -> None:
         """Move the leaves' gradients into `arriving`, where they add up until the next reduction.
@@ -254,11 +274,12 @@ class Lane:
         if self.arriving is None:
             self.arriving = self._make_arriving(reduce_next)
         views, grads, missing = [], [], []
+        wholes = self._whole_views(self.arriving)
         for position, leaf in enumerate(self.leaves):
             if leaf.grad is None:
                 missing.append(position)
                 continue
-            views.append(self.whole_view(self.arriving, position))
+            views.append(wholes[position])
             grads.append(leaf.grad)
             self.touched[position] = True
             leaf.grad = None
@@ -266,6 +287,16 @@ class Lane:
             self._zero_gaps(self.arriving, missing)
         if views:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, grads)
+
+    def _whole_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return `whole_view` of every parameter; made once for a buffer that comes back, as the arena does."""
+        if not self.is_lent:
+            return [self.whole_view(buffer, position) for position in range(len(self.parameters))]
+        where = (buffer.data_ptr(), buffer.dtype)
+        if self._lent_views is None or self._lent_views[0] != where:
+            views = [self.whole_view(buffer, position) for position in range(len(self.parameters))]
+            self._lent_views = (where, views)
+        return self._lent_views[1]
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
         peer = self.unit.engine.peer
@@ -311,13 +342,12 @@ class Lane:
         if self.arriving is None:
             self.arriving = torch.zeros(self.layout.numel, dtype=self.store_dtype, device=self.device)
             self._hold(Kind.GRADIENT, self.arriving)
-        start = self.arriving.data_ptr()
         for position, leaf in enumerate(self.leaves):
             view = self.whole_view(self.arriving, position)
             self.touched[position] = leaf.grad is not None
             if leaf.grad is None:
                 view.zero_()
-            elif leaf.grad.data_ptr() != start + self.layout.tensors[position].offset * view.element_size():
+            elif not self._is_in_place(position):
                 view.copy_(leaf.grad)
                 leaf.grad = view
 
@@ -343,10 +373,10 @@ class Lane:
         buffer = self.arriving.to(self.reduce_dtype)  # itself, where the dtype is that
         if self.direct:
             engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
-            if buffer is self.arriving:
-                return None
-            self.arriving.copy_(buffer)
-            return buffer
+            if buffer is not self.arriving:
+                self.arriving.copy_(buffer)
+            self._reduced_version = self.arriving._version
+            return None if buffer is self.arriving else buffer
         self._hold(self._arriving_kind, self.arriving, -1)
         self.arriving = None
         if self.placement.whole:
@@ -431,11 +461,20 @@ class Lane:
             for position, parameter in enumerate(self.resting):
                 if self.valid[position] and parameter.grad is None:
                     self.drop_gradient(position)
-        for run in self.runs:
-            if run.handed_out and run.parameter.grad is None:
-                run.handed_out = False
-                for position in run.positions:
-                    self.drop_gradient(position)
+        released = [run for run in self.runs if run.handed_out and run.parameter.grad is None]
+        for run in released:
+            run.handed_out = False
+        if sum(len(run.positions) for run in released) == len(self.parameters):
+            self._drop_all()
+            return
+        for run in released:
+            for position in run.positions:
+                self.drop_gradient(position)
+
+    def _drop_all(self) -> None:
+        self.valid = [False] * len(self.parameters)
+        self.touched = [False] * len(self.parameters)
+        self._forget_all()
 
     def drop_gradient(self, position: int) -> None:
         """Forget the gradient of one parameter, as `p.grad = None` does."""
@@ -480,7 +519,6 @@ class Lane:
 
     def gradient_handle(self, position: int) -> ShardGradient | None:
         """Return what `p.grad` shows: a handle if the parameter has a gradient, else None."""
-        self.unit.engine.settle()
         self._drop_released()
         if not self.valid[position] and not self.touched[position]:
             return None

@@ -320,7 +320,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if known is None or known.adoption != _adoption() or known.count != count:
         adopt_optimizer(optimizer)
     for engine in list(ENGINES):
-        engine.settle()
         for run in [run for lane in engine.lanes() for run in lane.runs if run.uneven]:
             run.hand_out()
     _ADOPTED[optimizer].count = sum(len(group["params"]) for group in optimizer.param_groups)

@@ -20,8 +20,6 @@ class ShardGradScaler(GradScaler):
     """
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        for engine in list(ENGINES):
-            engine.settle()
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
         engines = [engine for engine in ENGINES if engine.mesh.world.size > 1]
         if not engines:

@@ -20,12 +20,13 @@ from ourshard.runtime.writing import write_whole
 def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier_rank: int | None) -> Iterator[None]:
     """Make `units` whole, in place, for the time of the context; see `api.gathered`."""
     engine.control.agree(f"gathered({', '.join(unit.label for unit in units[:3])}{', ...' if len(units) > 3 else ''})")
-    fresh = [unit for unit in units if not unit.installed]
+    resting = [unit for unit in units if not unit.installed]
     with torch.no_grad():
-        for unit in fresh:
+        for unit in units:
             unit.issue_gather()
             unit.finish_gather()
             unit.install()
+            unit.pinned += 1
     everything = len(units) == len(engine.units)
     engine.gathered_depth += everything
     try:
@@ -37,11 +38,13 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
                         _write_back(lane, modifier_rank)
     finally:
         engine.gathered_depth -= everything
-        for unit in fresh:
-            unit.held = False
-            unit.release()
-            if writeback:
-                unit.mark_stale()
+        for unit in units:
+            unit.pinned -= 1
+            if unit in resting:
+                unit.held = False
+                unit.release()
+        if writeback:
+            engine.masters_changed()
 
 
 def _write_back(lane: Lane, modifier_rank: int | None) -> None:
@@ -77,7 +80,7 @@ def full_state_dict(
     if not keep:
         return {}
     order: dict[str, torch.Tensor] = {}
-    for name, value in _persistent(model):
+    for name, value in persistent(model):
         if name in found:
             order[name] = found[name]
         elif not isinstance(value, nn.Parameter) and not trainable_only:
@@ -87,7 +90,8 @@ def full_state_dict(
     return order
 
 
-def _persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a state dict holds, under canonical names, in its order; tied tensors under each name."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         entries: dict[str, torch.Tensor | None] = {**module._parameters}
         entries.update({k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set})
@@ -116,11 +120,12 @@ def iter_full(
                 continue
             # A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
             source = lane.resting[position] if lane.placement.whole else lane.whole_view(whole, position)
-            value = source.detach().to("cpu", dtype=_save_dtype(parameter.dtype, dtype), copy=True)
+            value = source.detach().to("cpu", dtype=save_dtype(parameter.dtype, dtype), copy=True)
             yield (parameter.name, *parameter.aliases), value
 
 
-def _save_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def save_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype to save in: `wanted` where there is one and the parameter is floating-point, else its own."""
     return wanted if wanted is not None and own.is_floating_point and own.itemsize > 1 else own
 
 
@@ -140,7 +145,7 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, torch.Tensor], stri
         for i, p in enumerate(lane.parameters)
         for name in (p.name, *p.aliases)
     }
-    buffers = {n: v for n, v in _persistent(model) if not isinstance(v, nn.Parameter)}
+    buffers = {n: v for n, v in persistent(model) if not isinstance(v, nn.Parameter)}
     _check_state(engine, names, buffers, state, strict)
     for name, value in state.items():
         if name in names:

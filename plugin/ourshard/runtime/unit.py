@@ -7,8 +7,8 @@ Note [Life of a unit]
     gathered     yes     no                install (before its forward or backward), release
     installed    yes     yes               uninstall, release
 
-`calls` counts forwards whose backward is still to come, `running` is set while a backward has begun and not passed
-the unit's input boundary. A unit is released when its forward ends (stage 3, resharding) unless a backward of it is
+`calls` are the forwards whose backward may still come, `running` is set while a backward has begun and not passed the
+unit's input boundary. A unit is released when its forward ends (stage 3, resharding) unless a backward of it is
 running, and when the last running backward has passed its input boundary; never because its gradients are complete: a
 frozen base weight is needed after its adapter's gradient has arrived. `held` units stay whole until the end of
 backward: the root, and units whose parameters were read by others.
@@ -16,11 +16,14 @@ backward: the root, and units whose parameters were read by others.
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ourshard.runtime.hooks import hook_outputs
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.layout import UnitLayout
@@ -29,6 +32,15 @@ from ourshard.runtime.schedule import Action
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
+
+
+class Call:
+    """One forward with gradient. Its graph alone keeps it alive, so that one without a backward is forgotten."""
+
+    __slots__ = ("__weakref__", "begun")
+
+    def __init__(self) -> None:
+        self.begun = False  # its backward has
 
 
 class Unit:
@@ -46,8 +58,10 @@ class Unit:
         self.is_ahead = False  # gathered and not asked for since
         self.installed = False
         self.held = False
-        self.calls = 0
-        self.running = 0
+        self.pinned = 0  # `gathered(...)` contexts around it
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.entered: list[Call] = []  # calls whose forward is under way
+        self.running = False
         self.passed = 0  # modules whose forward is over in this pass
         self.recomputes = 0  # forwards without gradient inside of one with: reentrant checkpoints, which come again
         self.reduced = False  # in the current backward
@@ -73,11 +87,16 @@ class Unit:
     # ---- whole parameters ----------------------------------------------------------------------------------
 
     def issue_gather(self) -> None:
-        """Start to bring the parameters in; no-op when they are here or on their way."""
-        if self.whole:
+        """Start to bring the parameters in.
+
+        A gather that communicates does so on every rank, also where the unit is whole already: what another rank has
+        kept can't be known. Inside of `gathered(...)`, which all ranks enter together, none communicates.
+        """
+        if self.whole and (self.pinned or not self.sharded):
             return
-        self.whole = self.is_ahead = True
         engine = self.engine
+        self.is_ahead = self.is_ahead or not self.whole
+        self.whole = True
         for lane in self.lanes:
             lane.full.allocate()
         if engine.ledger is not None and self.sharded:
@@ -127,7 +146,7 @@ class Unit:
     def release(self) -> None:
         """Put handles back and, where parameters are sharded at rest, free the whole ones."""
         self.uninstall()
-        if not self.whole or not any(lane.placement.params is At.SHARD for lane in self.lanes):
+        if self.pinned or not self.whole or not any(lane.placement.params is At.SHARD for lane in self.lanes):
             return
         if self._gathered is not None:  # gathered ahead and not used: the block must not be reused before it lands
             self.engine.streams.wait(self._gathered)
@@ -136,6 +155,11 @@ class Unit:
         for lane in self.lanes:
             if lane.placement.params is At.SHARD:
                 lane.full.free()
+
+    def release_unused(self) -> None:
+        """Release a unit that was gathered ahead, or only because other ranks did, and not asked for since."""
+        if self.is_ahead and not self.held and not self.running:
+            self.release()
 
     def mark_stale(self) -> None:
         """Note that the masters changed: what is whole no longer shows them."""
@@ -190,21 +214,33 @@ class Unit:
         if not self.held:
             self.uninstall()
 
+    def open_call(self) -> Call:
+        """Note a forward with gradient; `entered` has it until the forward is over."""
+        call = Call()
+        self.calls.add(call)
+        self.entered.append(call)
+        return call
+
+    @property
+    def is_pending(self) -> bool:
+        """Say whether this backward may still bring gradients."""
+        return self.rooted or self.running or self.recomputes > 0 or len(self.calls) > 0
+
     def before_backward(self) -> None:
         """Bring the parameters back before the first gradient reaches the unit. Idempotent while a backward runs."""
         self.engine.begin_backward()
         if not self.running:
             self.require()
             self.install()
-        self.running = max(self.running, 1)
+        self.running = True
 
-    def after_backward(self) -> None:
-        """Reduce and release once the gradient has left the unit by its inputs."""
-        self.calls = max(0, self.calls - 1)
+    def after_backward(self, call: Call) -> None:
+        """Reduce and release once the gradients of all calls have left the unit by its inputs."""
+        self.calls.discard(call)
         self.recomputes = max(0, self.recomputes - 1)
-        if self.calls or self.recomputes:
+        if self.recomputes or len(self.calls):
             return
-        self.running = 0
+        self.running = False
         if self.engine.reduces_now(self):
             self.engine.schedule.need(Action.REDUCE, self)
         else:
@@ -220,8 +256,12 @@ class Unit:
                 lane.take_gradients(reduce_next=False)
 
     def close(self) -> None:
-        """Forget the calls of a forward and backward that are over."""
-        self.calls = self.running = self.passed = self.recomputes = 0
+        """Forget the calls whose backward is over."""
+        for call in list(self.calls):
+            if call.begun:
+                self.calls.discard(call)
+        self.running = False
+        self.passed = self.recomputes = 0
 
     def on_leaf_gradient(self, leaf: torch.Tensor) -> None:
         """Run as a hook on the leaves of a rooted unit, which no boundary ends: reduce once all have arrived."""
@@ -237,6 +277,8 @@ class Unit:
     def reset(self) -> None:
         """Forget all that a forward or backward left half done."""
         self.held = False
+        self.calls.clear()
+        self.entered.clear()
         self.close()
         for lane in self.lanes:
             if not lane.direct:
@@ -244,17 +286,24 @@ class Unit:
                     leaf.grad = None
         self.release()
 
-    def on_output_gradient(self, gradient: torch.Tensor) -> None:
-        """Run as a hook on the outputs: a gradient is about to enter the unit."""
+    def on_output_gradient(self, call: Call | None, gradient: torch.Tensor) -> None:
+        """Run as a hook on the outputs of a call (or of a read from outside): a gradient is about to enter the unit."""
+        if call is not None:
+            call.begun = True
         self.before_backward()
+
+    def watch(self, outputs: Any) -> bool:
+        """Hear of the backward through values that were made of the unit's parameters outside of its modules."""
+        return hook_outputs(outputs, partial(self.on_output_gradient, None))
 
     @property
     def trainable(self) -> bool:
         return any(lane.trainable for lane in self.lanes)
 
     def has_arrived(self) -> bool:
-        """Say whether a gradient waits to be taken or reduced."""
-        return any(lane.trainable and not lane.direct and lane.has_arrived() for lane in self.lanes)
+        """Say whether a gradient waits to be reduced in this backward."""
+        due = (lane for lane in self.lanes if lane.trainable and self.engine.lane_reduces_now(lane))
+        return any(lane.has_arrived() for lane in due)
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -1,0 +1,178 @@
+"""F02: several forwards before a backward, several backwards, modules that are used again, orders that change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.nets import WIDTH, Block, square_loss
+from tests.ranks.pairs import joined, pair, part
+from tests.ranks.training import STAGES, VARIANTS, momentum, with_each
+
+pytestmark = pytest.mark.ranks
+
+SMALL = {**with_each(STAGES, "small", persist_below=0), "whole": VARIANTS["whole until backward"], **STAGES}
+CONFIGS = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL.keys())
+
+
+def nothing_is_left(engine: Any) -> None:
+    """No whole parameters outlive the step, and nothing counts as open."""
+    held = engine.ledger.held
+    assert held["slot"] == 0, f"{held['slot']} bytes of gathered parameters are left"
+    assert held["reduce"] == 0, f"{held['reduce']} bytes of unreduced gradients are left"
+    assert not any(unit.calls or unit.running or unit.held for unit in engine.units)
+
+
+def with_ledger(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "ledger": True}
+
+
+def one_backward_of_two_forwards(config: dict[str, Any]) -> None:
+    both = pair(with_ledger(config))
+    for step in range(3):
+        both.zero_grad()
+        a, b = joined(2 * step), joined(2 * step + 1)
+        (both.plain(a).square().mean() + both.plain(b).abs().mean()).backward()
+        (both.sharded(part(a)).square().mean() + both.sharded(part(b)).abs().mean()).backward()
+        both.assert_same_gradients()
+        both.step()
+        nothing_is_left(both.engine)
+    both.assert_same()
+
+
+def two_backwards_of_two_forwards(config: dict[str, Any]) -> None:
+    both = pair(with_ledger(config))
+    for step in range(3):
+        both.zero_grad()
+        a, b = joined(2 * step), joined(2 * step + 1)
+        losses = [both.plain(a).square().mean(), both.plain(b).abs().mean()]
+        mine = [both.sharded(part(a)).square().mean(), both.sharded(part(b)).abs().mean()]
+        for loss in (*losses, *mine):
+            loss.backward()
+        both.assert_same_gradients()
+        both.step()
+        nothing_is_left(both.engine)
+    both.assert_same()
+
+
+def two_backwards_of_one_forward(config: dict[str, Any]) -> None:
+    both = pair(with_ledger(config))
+    for step in range(3):
+        both.zero_grad()
+        for model, rows in ((both.plain, joined(step)), (both.sharded, part(joined(step)))):
+            out = model(rows)
+            out.square().mean().backward(retain_graph=True)
+            out.abs().mean().backward()
+        both.assert_same_gradients()
+        both.step()
+        nothing_is_left(both.engine)
+    both.assert_same()
+
+
+def a_forward_without_gradients_between(config: dict[str, Any]) -> None:
+    both = pair(with_ledger(config))
+    for step in range(3):
+        both.zero_grad()
+        losses = [square_loss(both.plain, joined(step)), square_loss(both.sharded, part(joined(step)))]
+        with torch.no_grad():
+            torch.testing.assert_close(both.sharded(joined(9)), both.plain(joined(9)))
+        for loss in losses:
+            loss.backward()
+        both.step()
+        nothing_is_left(both.engine)
+    both.assert_same()
+
+
+@CONFIGS
+def test_one_backward_of_two_forwards(ranks, config):
+    ranks(2)(one_backward_of_two_forwards, config)
+
+
+@CONFIGS
+def test_two_backwards_of_two_forwards(ranks, config):
+    ranks(2)(two_backwards_of_two_forwards, config)
+
+
+@CONFIGS
+def test_two_backwards_of_one_forward(ranks, config):
+    ranks(2)(two_backwards_of_one_forward, config)
+
+
+@CONFIGS
+def test_a_forward_without_gradients_between_forward_and_backward(ranks, config):
+    ranks(2)(a_forward_without_gradients_between, config)
+
+
+class Looped(nn.Module):
+    """Calls one block three times, another once in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.again, self.once = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.once(self.again(self.again(x))))
+
+
+class Turning(nn.Module):
+    """Runs its blocks in an order that the caller sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def a_looped_block(config: dict[str, Any]) -> None:
+    both = pair({**with_ledger(config), "wrap": {"classes": ["Block"]}}, Looped, momentum)
+    both.train(4)
+    both.assert_same()
+    nothing_is_left(both.engine)
+
+
+def an_order_that_changes(config: dict[str, Any]) -> None:
+    both = pair(with_ledger(config), Turning, momentum)
+    for step, order in enumerate([[0, 1, 2, 3]] * 3 + [[2, 0, 3, 1]] * 3 + [[0, 1, 2, 3], [3, 3, 1], [0, 1, 2, 3]]):
+        both.plain.order = both.sharded.order = order
+        both.train(1, first=step)
+        both.assert_same()
+        nothing_is_left(both.engine)
+
+
+@CONFIGS
+def test_a_module_called_three_times_in_a_forward(ranks, config):
+    ranks(2)(a_looped_block, config)
+
+
+@CONFIGS
+def test_an_order_of_modules_that_changes_in_step_3_and_back(ranks, config):
+    ranks(2)(an_order_that_changes, config)
+
+
+def many_forwards(config: dict[str, Any]) -> dict[str, int]:
+    both = pair(with_ledger(config))
+    both.train(2)
+    peaks = {}
+    for count in (2, 6):
+        both.engine.ledger.reset()
+        for number in range(count):
+            with torch.no_grad():
+                both.sharded(part(joined(number)))
+        peaks[str(count)] = both.engine.ledger.peak["slot"]
+    nothing_is_left(both.engine)
+    return peaks
+
+
+def test_forwards_without_gradients_do_not_pile_up_memory(ranks):
+    for peaks in ranks(2)(many_forwards, {"stage": 3, "persist_below": 0}):
+        assert peaks["2"] == peaks["6"] > 0
