@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,3 +152,23 @@ def compare(seen: Seen, rehearsal: Rehearsal, moves: list[Move]) -> None:
     assert {kind.value: moves[-1].held.get(kind, 0) for kind in Kind} == seen.held
     total = max(sum(move.held.values()) for move in moves)
     assert total == pytest.approx(seen.peak_total, rel=0.02)
+
+
+def run_out_of_memory() -> list[str]:
+    from ourshard.planning.advice import add_advice
+    from ourshard.runtime.api import shard_model
+
+    model = shard_model(Tiny(), {"stage": 0}, cast_small=False)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 KiB.")
+    add_advice(error, model)
+    other = ValueError("something else")
+    add_advice(other, model)
+    assert not hasattr(other, "__notes__")
+    return list(error.__notes__)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes on exceptions came with Python 3.11")
+def test_an_out_of_memory_error_names_the_cheapest_change_that_would_fit(ranks: Callable[..., Any]) -> None:
+    (note,) = ranks(2)(run_out_of_memory, timeout=60)[0]
+    assert "The cheapest change that would fit: stage: 2 saves" in note

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import ShardConfig
 from ourshard.flags.sources import load, read_document
+from ourshard.planning.advice import changes, explain, missing_bytes, runtime_memory
 from ourshard.planning.autocast import CudaAutocast
 from ourshard.planning.cli import app
 from ourshard.planning.formulas import OPTIMIZERS, Group, Reach, kernel_seconds, ring_seconds
@@ -393,3 +395,43 @@ def test_the_command_prints_json_and_fails_where_nothing_fits(llama: Path) -> No
     result = CliRunner().invoke(app, [str(llama), "--gpu", "h10"])
     assert result.exit_code == 2
     assert "Did you mean 'h100'" in result.output
+
+
+# ---- advice --------------------------------------------------------------------------------------------------
+
+
+def test_advice_names_the_cheapest_change_that_is_enough() -> None:
+    whole = PARAMETERS
+    config = ShardConfig(stage=1).replace(precision=HALF)
+    text = explain(stack(), config, MeshSizes(8), allocated=whole * 20, missing=whole)
+    assert "cheapest change that would fit: stage: 3 saves" in text
+    text = explain(
+        stack(), ShardConfig(stage=0).replace(precision=HALF), MeshSizes(8), allocated=whole * 20, missing=whole
+    )
+    assert "cheapest change that would fit: stage: 2 saves" in text
+    text = explain(stack(), ShardConfig(), MeshSizes(8), allocated=whole * 100, missing=whole)
+    assert "activation_checkpointing: true" in text
+    config = ShardConfig(activation_checkpointing=True)
+    assert "No single change is enough" in explain(stack(), config, MeshSizes(8), allocated=whole * 100, missing=whole)
+
+
+@given(
+    stage=st.sampled_from([0, 1, 2, 3]),
+    reshard=st.booleans(),
+    shards=st.sampled_from([2, 8]),
+    replicas=st.sampled_from([1, 4]),
+)
+@settings(max_examples=30, deadline=None)
+def test_each_change_saves_what_it_says(stage: int, reshard: bool, shards: int, replicas: int) -> None:
+    config = ShardConfig(stage=stage, reshard_after_forward=reshard, shard_size=shards).replace(precision=HALF)
+    mesh = MeshSizes(shards, replicas)
+    for change in changes(stack(), config, mesh):
+        value = yaml.safe_load(change.value)
+        after = MeshSizes(mesh.world) if change.key == "shard_size" else mesh
+        now = runtime_memory(stack(), config, mesh).peak
+        assert now - runtime_memory(stack(), config.replace(**{change.key: value}), after).peak == change.saves > 0
+
+
+def test_the_bytes_of_an_error_are_read() -> None:
+    assert missing_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...") == int(2.5 * 2**30)
+    assert missing_bytes("something else") == 0

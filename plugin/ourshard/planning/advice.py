@@ -1,0 +1,139 @@
+"""After an out-of-memory error: what took the memory, and the cheapest change of the config that would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ourshard.config import Accumulate, ShardConfig
+from ourshard.planning.formulas import OPTIMIZERS, Optimizer
+from ourshard.planning.hardware import GIB
+from ourshard.planning.layouts import PlannedModel, plan_model
+from ourshard.planning.memory import Memory, memory_of
+from ourshard.planning.rehearsal import MeshSizes, Rehearsal
+from ourshard.planning.trace import Visit
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a config, and the bytes that it saves on each rank when most is allocated."""
+
+    key: str
+    value: str
+    saves: int
+    price: str  # what it costs
+
+
+def runtime_memory(
+    model: nn.Module, config: ShardConfig, mesh: MeshSizes, optimizer: Optimizer = OPTIMIZERS["adamw"]
+) -> Memory:
+    """Return what the runtime and the optimizer hold for `model`, sharded or not, without its activations."""
+    planned = plan_model(model, config, mesh.shard)
+    moves = Rehearsal(planned, config, mesh, _bare_visits(planned)).settled()
+    return memory_of(planned, moves, optimizer, workspace=0)
+
+
+def _bare_visits(planned: PlannedModel) -> list[Visit]:
+    """Return a pass through the units that computes nothing: what the runtime holds does not depend on more."""
+    root = len(planned.units) - 1
+    forward = [*range(root), root]
+    return [
+        *(Visit(unit, False, {}, 0, 0) for unit in forward),
+        *(Visit(unit, True, {}, 0, 0) for unit in reversed(forward)),
+    ]
+
+
+def changes(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Change]:
+    """Return the changes that save memory, the cheapest first."""
+    now = runtime_memory(model, config, mesh).peak
+    found = []
+    for key, value, changed, sizes, price in _alternatives(config, mesh):
+        saves = now - runtime_memory(model, changed, sizes).peak
+        if saves > 0:
+            found.append(Change(key, value, saves, price))
+    return found
+
+
+def _alternatives(config: ShardConfig, mesh: MeshSizes) -> Iterator[tuple[str, str, ShardConfig, MeshSizes, str]]:
+    """Yield (key, value, config, mesh, price) for what can be changed, from no price to a high one."""
+    sharded = MeshSizes(mesh.world)
+    if mesh.shard == 1 and config.stage > 0:
+        yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
+        return
+    if config.stage in (0, 1):
+        yield "stage", "2", config.replace(stage=2), mesh, "no more bytes on the wire"
+    if config.accumulate is Accumulate.DEFERRED and config.stage >= 2:
+        change = config.replace(accumulate="sharded")
+        yield "accumulate", "sharded", change, mesh, "a reduction for each micro-batch"
+    if config.stage < 3:
+        yield "stage", "3", config.replace(stage=3), mesh, "half again as many bytes on the wire"
+    if config.stage == 3 and not config.reshard_after_forward:
+        change = config.replace(reshard_after_forward=True)
+        yield "reshard_after_forward", "true", change, mesh, "half again as many bytes on the wire"
+    if mesh.replicate > 1 and config.stage > 0:
+        yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
+
+
+def explain(
+    model: nn.Module,
+    config: ShardConfig,
+    mesh: MeshSizes,
+    *,
+    allocated: int,
+    missing: int,
+    optimizer: str = "adamw",
+) -> str:
+    """Say in a few lines what took `allocated` bytes, and the cheapest change that saves at least `missing`.
+
+    What neither the runtime nor the optimizer holds is taken for activations.
+    """
+    memory = runtime_memory(model, config, mesh, OPTIMIZERS[optimizer])
+    activations = max(0, allocated - memory.peak)
+    parts = {**{name: size for name, size in memory.parts.items() if size}, "activations and others": activations}
+    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    lines = [f"ourshard: about {allocated / GIB:.1f} GiB were allocated on this rank: {listed} GiB."]
+    found = changes(model, config, mesh)
+    enough = next((change for change in found if change.saves >= missing), None)
+    if enough is not None:
+        lines.append(
+            f"The cheapest change that would fit: {enough.key}: {enough.value} saves {enough.saves / GIB:.1f} GiB "
+            f"({enough.price})."
+        )
+    elif not config.activation_checkpointing and activations > missing:
+        lines.append("The cheapest change that would fit: activation_checkpointing: true (a third more compute).")
+    else:
+        lines.append(_last_resort(found))
+    lines.append("`ourshard plan` compares all configurations for a batch and a length, without a GPU.")
+    return "\n".join(lines)
+
+
+def _last_resort(found: Sequence[Change]) -> str:
+    together = "; ".join(f"{change.key}: {change.value} saves {change.saves / GIB:.1f} GiB" for change in found)
+    return f"No single change is enough ({together or 'none saves memory'}); use a smaller batch or more GPUs."
+
+
+def missing_bytes(message: str) -> int:
+    """Read the bytes that an allocation asked for from torch's message; 0 where it does not say."""
+    match = re.search(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)", message)
+    if match is None:
+        return 0
+    unit = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}[match.group(2)]
+    return int(float(match.group(1)) * unit)
+
+
+def add_advice(error: BaseException, model: nn.Module) -> None:
+    """Add `explain` to an out-of-memory error of a sharded model; its type and message stay, for who catches it."""
+    import torch
+
+    from ourshard.runtime.api import engine_of
+
+    engine = engine_of(model)
+    if engine is None or not isinstance(error, torch.OutOfMemoryError) or not hasattr(error, "add_note"):
+        return
+    mesh = MeshSizes(engine.mesh.shard.size, engine.mesh.replicate.size)
+    allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    missing = missing_bytes(str(error))
+    error.add_note(explain(model, engine.config, mesh, allocated=allocated, missing=missing))
