@@ -99,9 +99,10 @@ def replace_file(io: DiskIO, path: Path, data: Buffer) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return folder/name; raise ValueError if the name is absolute, empty, or leads outside of the folder."""
+    """Return folder/name; raise ValueError if the name is absolute, empty, too long, or leads outside of the folder."""
     parts = name.replace("\\", "/").split("/")
     drive = len(parts[0]) > 1 and parts[0][1] == ":"
-    if name.startswith(("/", "\\")) or drive or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"{name!r} is not a name inside of {folder}")
+    odd = any(part in ("", ".", "..") or len(part.encode(errors="replace")) > 255 for part in parts)
+    if name.startswith(("/", "\\")) or drive or "\0" in name or odd:
+        raise ValueError(f"{name[:300]!r} is not a name inside of {folder}")
     return folder.joinpath(*parts)

@@ -43,6 +43,8 @@ class Readable(Protocol):
 def read_into(path: Path, start: int, view: memoryview) -> None:
     """Fill `view` with the bytes of the file from `start` on; raise CheckpointError if it ends before."""
     done, total = 0, len(view)
+    if not 0 <= start < 1 << 63:
+        raise CheckpointError(f"{path}: a record in it points to byte {start}")
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while done < total:
