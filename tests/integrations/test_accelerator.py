@@ -427,3 +427,50 @@ def test_a_deepspeed_config_clips_each_step(ranks, largest):
     for state in ranks(2)(clipping_by_plugin, largest):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-6, rtol=0)
+
+
+def test_a_compiled_model_trains_as_in_one_process_and_keeps_its_names(ranks):
+    assert_same(ranks(2)(train, {"stage": 3}, 3, dynamo_backend="eager"), plain_training(2, 3))
+
+
+def sizes(replicate: int, shard: int) -> tuple[int, Any]:
+    from accelerate import Accelerator
+    from accelerate.utils import ParallelismConfig
+    from ourshard import ShardPlugin, engine_of
+
+    accelerator = Accelerator(
+        ourshard_plugin=ShardPlugin({"stage": 3}),
+        parallelism_config=ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=shard),
+    )
+    engine = engine_of(accelerator.prepare(tiny()))
+    return engine.config.stage, engine.mesh.shard.size
+
+
+@pytest.mark.parametrize(("replicate", "shard", "expected"), [(1, 2, (3, 2)), (2, 1, (0, 2))])
+def test_the_sizes_of_a_parallelism_config_are_taken_over(ranks, replicate, shard, expected):
+    assert ranks(2)(sizes, replicate, shard) == [expected] * 2
+
+
+def evaluated() -> list[float]:
+    """Evaluate before training, as the Trainer does: the model that was prepared to evaluate trains afterwards."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 3}))
+    model = accelerator.prepare_model(tiny(), evaluation_mode=True)
+    with torch.no_grad():
+        before = model(torch.ones(2, 31)).sum().item()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 31) * (1 + accelerator.process_index)).sum())
+    optimizer.step()
+    return [before, model(torch.ones(2, 31)).sum().item()]
+
+
+def test_a_model_prepared_to_evaluate_trains_in_step_afterwards(ranks):
+    model = tiny()
+    before = model(torch.ones(2, 31)).sum().item()
+    (sum(model(torch.ones(2, 31) * scale).sum() for scale in (1, 2)) / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    expected = [before, model(torch.ones(2, 31)).sum().item()]
+    for told in ranks(2)(evaluated):
+        assert told == pytest.approx(expected, abs=1e-5)
