@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from ourshard.checkpoint import convert as convert_module
-from ourshard.checkpoint.convert import convert, parse_size
+from ourshard.checkpoint import conversion
+from ourshard.checkpoint.conversion import convert, parse_size
 from ourshard.checkpoint.sharded import ShardedSource
 from ourshard.checkpoint.source import BUFFER, PARAM, CheckpointError, TensorKey, detect
 from safetensors.torch import load_file, save_file
@@ -184,8 +184,8 @@ def test_sizes_are_read_as_people_write_them() -> None:
 def test_too_little_room_on_the_disk_is_said_before_anything_is_written(
     ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = convert_module.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    usage = conversion.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(OSError, match="left, the result needs"):
         convert(ours, tmp_path / "out", to="ourshard")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
@@ -257,7 +257,7 @@ def test_another_conversion_does_not_go_on_from_the_files_of_a_stopped_one(ours:
 @pytest.mark.parametrize("to", ["ourshard", "safetensors", "torch"])
 def test_workers_and_small_blocks_give_the_same_bytes(ours: Path, tmp_path: Path, to: str, monkeypatch: Any) -> None:
     convert(ours, tmp_path / "one", to=to, workers=1)
-    monkeypatch.setattr(convert_module, "_budget", lambda memory: 3 * 4096)
+    monkeypatch.setattr(conversion, "_budget", lambda memory: 3 * 4096)
     convert(ours, tmp_path / "many", to=to, workers=3)
     assert contents(tmp_path / "one") == contents(tmp_path / "many")
 
@@ -280,7 +280,7 @@ def test_source_files_are_never_touched(tmp_path: Path, to: str) -> None:
 
 MEMORY = """
 import sys, threading, time, psutil, torch
-from ourshard.checkpoint.convert import convert
+from ourshard.checkpoint.conversion import convert
 process, peak, done = psutil.Process(), 0, False
 def watch():
     global peak

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ourshard.checkpoint.convert import convert
+from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.inspection import inspect
 from ourshard.checkpoint.manifest import NAME, seal, unseal
 from ourshard.checkpoint.source import CheckpointError, detect

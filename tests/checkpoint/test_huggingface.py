@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.checkpoint.convert import convert
+from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.safetensors_file import lay_out, read_header
 from ourshard.checkpoint.source import BUFFER, PARAM, CheckpointError, TensorKey, detect
 from safetensors import safe_open

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.checkpoint.convert import convert
+from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.registry import writer, writer_names
 from ourshard.checkpoint.source import BUFFER, PARAM, Source, TensorKey, detect
 

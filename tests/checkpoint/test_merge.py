@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.checkpoint.convert import convert
+from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.source import PARAM, CheckpointError, TensorKey, detect
 from safetensors.torch import load_file, save_file
 from torch import nn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.checkpoint.convert import convert
+from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.source import BUFFER, PARAM, TensorKey, detect
 
 from tests.checkpoint.making import NAMES, assert_holds, assert_same, make_state, save

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from .convert import Report, convert, parse_size
+from .conversion import Report, convert, parse_size
 from .inspection import inspect, nbytes_text, render
 from .registry import writer, writer_names
 from .source import CheckpointError, detect
