@@ -6,7 +6,7 @@ raises, and it stays a top-level module of its own: if it could not be imported,
 Note [Post-import hooks]
 A finder at the front of `sys.meta_path` looks a name up in one dict. For the few modules in `HOOKS` it lets the other
 finders find the spec and puts a loader around theirs; the loader takes itself out of the module again, runs it, and
-then calls the function of that name in `ourshard.integrations.register`.
+then calls the function that `HOOKS` names, in `ourshard.integrations`.
 
 wrapt's `when_imported` is not used, for two reasons. It fires at once for a module that is in `sys.modules` but still
 being executed, and that is a common case here: `from accelerate import Accelerator` is what imports torch, so that
@@ -22,11 +22,15 @@ import sys
 import warnings
 from typing import Any
 
-# module -> function of `ourshard.integrations.register` that is called with the module when it is complete
+# module -> function, in `ourshard.integrations`, that is called with the module when it is complete
 HOOKS = {
-    "accelerate.utils.launch": "launch_environment",
-    "accelerate.commands.config.config_args": "config_classes",
-    "accelerate.accelerator": "accelerator_class",
+    "accelerate.utils.launch": "register.launch_environment",
+    "accelerate.commands.config.config_args": "register.config_classes",
+    "accelerate.accelerator": "register.accelerator_class",
+    "transformers.training_args": "register_transformers.training_arguments",
+    "transformers.trainer": "register_transformers.trainer_class",
+    "transformers.modeling_utils": "register_transformers.pretrained_model",
+    "peft.peft_model": "register_transformers.peft_model",
 }
 
 
@@ -59,9 +63,10 @@ def _hook_imported(name: str, module: Any) -> None:
 def _fire(name: str, module: Any) -> None:
     """Call the hook of a module that is complete."""
     try:
-        from ourshard.integrations import register
+        import importlib
 
-        getattr(register, HOOKS[name])(module)
+        home, function = HOOKS[name].split(".")
+        getattr(importlib.import_module(f"ourshard.integrations.{home}"), function)(module)
     except Exception as error:
         _complain(name, error)
 

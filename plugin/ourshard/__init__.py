@@ -14,8 +14,10 @@ import _ourshard_autoload
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "ShardCallback": "ourshard.integrations.trainer_callback",
     "ShardConfig": "ourshard.config",
     "ShardPlugin": "ourshard.integrations.plugin",
+    "ShardTrainingArguments": "ourshard.integrations.trainer_arguments",
     "disable": "ourshard.integrations.switch",
     "enable": "ourshard.integrations.switch",
     "clip_grad_norm_": "ourshard.runtime.api",
@@ -23,6 +25,7 @@ _EXPORTS = {
     "engine_of": "ourshard.runtime.api",
     "full_state_dict": "ourshard.runtime.api",
     "gathered": "ourshard.runtime.api",
+    "init_context": "ourshard.runtime.lazy_init",
     "shard_model": "ourshard.runtime.api",
 }
 

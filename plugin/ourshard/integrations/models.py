@@ -69,6 +69,7 @@ def shard_once(model: nn.Module, config: ShardConfig, accelerator: Any) -> None:
         # where accelerate's autocast casts for single operations, small parameters keep their own dtype, as in DDP
         api.shard_model(module, config, device=accelerator.device, cast_small=not accelerator.native_amp)
         engine = api.engine_of(module)
+        _step_together_in_generate(module)
         if engine is not None and accelerator.is_main_process:
             logger.info(engine.summary())
         return
@@ -77,6 +78,14 @@ def shard_once(model: nn.Module, config: ShardConfig, accelerator: Any) -> None:
             f"prepare: {type(module).__name__} is sharded already, and is now asked to be sharded differently: "
             f"{_differences(engine.config, config)}. A model is sharded once; build it anew to shard it otherwise."
         )
+
+
+def _step_together_in_generate(module: nn.Module) -> None:
+    """Let `generate` of transformers go on until all ranks are done, where a forward is a collective."""
+    engine = api.engine_of(module)
+    if engine is not None and any(unit.sharded for unit in engine.units):
+        for part in module.modules():
+            part._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def _differences(old: ShardConfig, new: ShardConfig) -> str:

@@ -31,8 +31,8 @@ class _Piece(NamedTuple):
     run: Run | None  # None: a whole parameter, which the user's own tensor is
 
 
-def gather(optimizer: Optimizer, engines: Sequence[Engine]) -> dict[str, Any]:
-    """Return the whole state on the first rank, and on the others what they have of it. Collective.
+def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -> dict[str, Any]:
+    """Return the whole state. Collective; a rank that does not `keep` it takes part and returns an empty one.
 
     One state tensor of one lane is whole at a time on a device.
     """
@@ -48,7 +48,9 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine]) -> dict[str, Any]:
             groups[group][key] = None
     for number, engine in enumerate(engines):
         for lane in engine.lanes():
-            _gather_lane(optimizer, number, lane, [p for p in pieces if p.lane is lane], state)
+            _gather_lane(optimizer, number, lane, [p for p in pieces if p.lane is lane], state, keep=keep)
+    if not keep:
+        return {"state": {}, "param_groups": []}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {"state": state, "param_groups": [{**s, "params": list(g)} for s, g in zip(settings, groups, strict=True)]}
 
@@ -96,7 +98,9 @@ def _scalars(optimizer: Optimizer, piece: _Piece) -> State:
     }
 
 
-def _gather_lane(optimizer: Optimizer, model: int, lane: Lane, pieces: list[_Piece], state: dict[str, State]) -> None:
+def _gather_lane(
+    optimizer: Optimizer, model: int, lane: Lane, pieces: list[_Piece], state: dict[str, State], *, keep: bool
+) -> None:
     """Replace, in `state`, the dtypes that stand for this lane's state tensors by the tensors, whole."""
     positions = {_key(model, lane, position): position for position in range(len(lane.parameters))}
     wanted = sorted(
@@ -110,7 +114,7 @@ def _gather_lane(optimizer: Optimizer, model: int, lane: Lane, pieces: list[_Pie
             if value is not None:
                 lane.rows_view(flat, piece.position).copy_(_rows_of(value, piece))
         whole = _whole(lane, flat)
-        for key, position in positions.items():
+        for key, position in positions.items() if keep else ():
             if isinstance(state.get(key, {}).get(name), torch.dtype):
                 state[key][name] = lane.whole_view(whole, position).cpu()
 
@@ -145,7 +149,11 @@ def load(optimizer: Optimizer, engines: Sequence[Engine], path: Path) -> None:
         raise ValueError(
             f"load_state: {path} is missing; a folder of ourshard's save_state has one for each optimizer."
         )
-    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    restore(optimizer, engines, torch.load(path, map_location="cpu", mmap=True, weights_only=True), path)
+
+
+def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, Any], path: Path) -> None:
+    """Take over a state in the form that `gather` returns, which was read from `path`; raises as `load` does."""
     _check_groups(optimizer, engines, saved["param_groups"], path)
     for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
@@ -161,11 +169,16 @@ def load(optimizer: Optimizer, engines: Sequence[Engine], path: Path) -> None:
             optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole])
 
 
+def keys_by_group(optimizer: Optimizer, engines: Sequence[Engine]) -> list[set[str]]:
+    """Return the keys of the parameters in each group, those that this rank has no rows of among them."""
+    keys: list[set[str]] = [set() for _ in optimizer.param_groups]
+    for piece in _pieces(optimizer, engines):
+        keys[piece.group].add(piece.key)
+    return keys
+
+
 def _check_groups(optimizer: Optimizer, engines: Sequence[Engine], saved: list[dict[str, Any]], path: Path) -> None:
-    mine = [
-        {piece.key for piece in _pieces(optimizer, engines) if piece.group == n}
-        for n in range(len(optimizer.param_groups))
-    ]
+    mine = keys_by_group(optimizer, engines)
     known = [set(group["params"]) for group in saved]
     strange = sorted(key for n, keys in enumerate(mine) for key in keys - (known[n] if n < len(known) else set()))
     if len(known) != len(mine) or strange:

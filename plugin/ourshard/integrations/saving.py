@@ -43,6 +43,11 @@ class SavingMixin(_Base):
         only_rank0 = self._for_files and not self.project_configuration.save_on_each_node
         return api.full_state_dict(model, dtype=getattr(torch, name) if name else None, rank0_only=only_rank0)
 
+    @property
+    def _writes_files(self) -> bool:
+        each_node = self.project_configuration.save_on_each_node
+        return self.is_local_main_process if each_node else self.is_main_process
+
     @contextmanager
     def _gathering_for_files(self) -> Iterator[None]:
         self._for_files = True
@@ -73,7 +78,7 @@ class SavingMixin(_Base):
         with self._without_optimizers() as optimizers, self._gathering_for_files():
             location = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(optimizers):
-            whole = optimizer_state.gather(optimizer.optimizer, self._engines())
+            whole = optimizer_state.gather(optimizer.optimizer, self._engines(), keep=self._writes_files)
             self.save(whole, _optimizer_file(location, number))
         return location
 

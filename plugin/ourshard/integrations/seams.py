@@ -50,19 +50,19 @@ ACCELERATOR_PROPERTIES = ("multi_device", "use_distributed", "fp8_backend")
 
 def of_launch(module: ModuleType) -> list[str]:
     """Return what is missing in `accelerate.utils.launch`, as text; empty when all is there."""
-    return _missing(module, LAUNCH)
+    return missing(module, LAUNCH)
 
 
 def of_config(module: ModuleType) -> list[str]:
     """Return what is missing in `accelerate.commands.config.config_args`."""
-    found = _missing(module, CONFIG)
+    found = missing(module, CONFIG)
     cluster = getattr(module, "ClusterConfig", None)
     if not isinstance(cluster, type) or not hasattr(cluster, "__dataclass_fields__"):
         return [*found, "ClusterConfig"]
     load = getattr(module, "load_config_from_file", None)
     if isinstance(load, FunctionType) and "ClusterConfig" not in load.__code__.co_names:
         found.append("ClusterConfig in load_config_from_file")
-    return found + _missing(cluster, CLUSTER_CONFIG)
+    return found + missing(cluster, CLUSTER_CONFIG)
 
 
 def of_accelerator(module: ModuleType) -> list[str]:
@@ -73,19 +73,20 @@ def of_accelerator(module: ModuleType) -> list[str]:
     lost = [
         name for name in ACCELERATOR_PROPERTIES if not isinstance(inspect.getattr_static(cls, name, None), property)
     ]
-    return _missing(cls, ACCELERATOR) + [f"Accelerator.{name}" for name in lost]
+    return missing(cls, ACCELERATOR) + [f"Accelerator.{name}" for name in lost]
 
 
-def message(missing: list[str]) -> str:
+def message(lost: list[str]) -> str:
     """Return the error for a version of accelerate whose seams moved."""
     return (
-        f"ourshard cannot work under accelerate {metadata.version('accelerate')}: {', '.join(missing)} is not where "
+        f"ourshard cannot work under accelerate {metadata.version('accelerate')}: {', '.join(lost)} is not where "
         f"ourshard takes hold of it. Tried: accelerate {TRIED}. Install one of these; or, to run "
         "without ourshard, take it out of the config or set OURSHARD_DISABLE=1."
     )
 
 
-def _missing(owner: Any, wanted: Mapping[str, tuple[str, ...]]) -> list[str]:
+def missing(owner: Any, wanted: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return what `owner` lacks of the functions in `wanted`, and of their parameters."""
     prefix = f"{owner.__name__}." if isinstance(owner, type) else ""
     found = []
     for name, parameters in wanted.items():

@@ -1,0 +1,160 @@
+"""`save_pretrained` of models that are sharded, or are parts of one: whole tensors, written once.
+
+Every rank calls it, as it would any other collective. What is written is what transformers writes of a model that is
+not sharded; each tensor in the dtype that it was loaded in, or in `checkpoint.save_dtype`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.part import engines_in, is_here, part_state
+from ourshard.runtime.state import persistent
+
+Save = Callable[..., Any]
+
+_LABEL = "save_pretrained"
+
+
+def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
+    """Call transformers' `save_pretrained` with whole tensors; `arguments` holds what the user gave, by name.
+
+    Raises:
+        DesyncError: another rank does not save, but waits for something else; within seconds, naming both.
+        ValueError: a distributed checkpoint in DCP's format is asked for.
+    """
+    if _is_whole(arguments.get("state_dict")) or not engines_in(model):
+        save(model, **arguments)
+        return
+    if arguments.get("distributed_checkpoint"):
+        raise ValueError(
+            "save_pretrained: distributed_checkpoint=True is torch FSDP's; leave it out, ourshard gathers."
+        )
+    writes = _writes(model, arguments)
+    state = part_state(model, _LABEL, names=_adapter_names(model), dtype=save_dtype(model), keep=writes)
+    if writes:
+        dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
+        save(model, **{**arguments, "state_dict": state, "is_main_process": True})
+        _agree_with_config(model, dtype, arguments["save_directory"])
+    _wait_for_files(model)
+
+
+def save_adapters(save: Save, model: Any, arguments: dict[str, Any]) -> None:
+    """Call PEFT's `save_pretrained` with whole adapters; nothing else is gathered.
+
+    Raises:
+        DesyncError: as `save_pretrained`.
+        ValueError: the adapter is to be converted, for which PEFT loads another one into the model.
+    """
+    if _is_whole(arguments.get("state_dict")) or not engines_in(model):
+        save(model, **arguments)
+        return
+    if arguments.get("path_initial_model_for_weight_conversion") is not None:
+        raise ValueError(
+            "save_pretrained: path_initial_model_for_weight_conversion loads a second adapter, which a sharded model "
+            "can't take. Save without it, load the adapter into a model that is not sharded, and convert there."
+        )
+    from ourshard.runtime.api import gathered
+
+    writes = _writes(model, arguments)
+    outlines = _outlines(model)
+    prompts = [part for part in (getattr(model, "prompt_encoder", None),) if isinstance(part, nn.Module)]
+    with gathered([parameter for part in prompts for parameter in part.parameters()]):
+        names = _names_of(model, outlines, arguments)
+        state = part_state(model, _LABEL, names=names, dtype=save_dtype(model), keep=writes)
+        save(model, **{**arguments, "state_dict": {**outlines, **state}, "is_main_process": writes})
+    _wait_for_files(model)
+
+
+def save_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype that `checkpoint.save_dtype` asks for; None keeps each tensor's own."""
+    name = next((engine.config.checkpoint.save_dtype for engine in engines_in(model)), None)
+    found: torch.dtype | None = getattr(torch, name) if name else None
+    return found
+
+
+def _is_whole(state: dict[str, Any] | None) -> bool:
+    """Return whether the user gave tensors to write; `model.state_dict()` of a sharded model has none."""
+    return state is not None and not any(isinstance(value, ShardParameter) for value in state.values())
+
+
+def _writes(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Return whether this rank writes: where several would write the same folder on one host, the first does."""
+    asked = bool(arguments.get("is_main_process", True))
+    if is_here(model):
+        return asked  # nothing is gathered, so this rank may be the only one that saves
+    host, path = os.environ.get("GROUP_RANK", "0"), str(Path(arguments["save_directory"]).absolute())
+    control = engines_in(model)[0].control
+    told = control.gather_objects((asked, host, path), _LABEL)
+    rivals = [rank for rank, said in enumerate(told) if said == (True, host, path)]
+    return asked and rivals[0] == control.rank
+
+
+def _wait_for_files(model: nn.Module) -> None:
+    """Return when the files are there, on every rank that helped to write them: the next line may read them."""
+    if not is_here(model):
+        engines_in(model)[0].control.agree(f"{_LABEL}: files are written")
+
+
+def _adapter_names(model: Any) -> Collection[str] | None:
+    """Return the names that a transformers model with adapters of its own (`add_adapter`) saves; None: all."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return None
+    outlines = _outlines(model)
+    return _same_objects(model.get_adapter_state_dict(state_dict=dict(outlines)), outlines)
+
+
+def _outlines(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model without values."""
+    return {name: torch.empty(v.shape, dtype=v.dtype, device="meta") for name, v in persistent(model)}
+
+
+def _names_of(model: Any, outlines: dict[str, torch.Tensor], arguments: dict[str, Any]) -> Collection[str] | None:
+    """Return which parameters PEFT puts into the files: it is let choose among tensors without values."""
+    from peft import get_peft_model_state_dict
+
+    chosen: set[str] = set()
+    for adapter in arguments.get("selected_adapters") or list(model.peft_config):
+        layers = arguments.get("save_embedding_layers", "auto")
+        picked = get_peft_model_state_dict(
+            model, state_dict=dict(outlines), adapter_name=adapter, save_embedding_layers=layers
+        )
+        names = _same_objects(picked, outlines)
+        if names is None:
+            return None
+        chosen |= names
+    return chosen
+
+
+def _same_objects(picked: dict[str, Any], outlines: dict[str, torch.Tensor]) -> set[str] | None:
+    """Return the names of the outlines in `picked`; None, for all, if one was made anew out of others."""
+    names = {id(outline): name for name, outline in outlines.items()}
+    meta = [value for value in picked.values() if isinstance(value, torch.Tensor) and value.is_meta]
+    return {names[id(value)] for value in meta} if all(id(value) in names for value in meta) else None
+
+
+def _agree_with_config(model: Any, dtype: torch.dtype | None, folder: str | os.PathLike[str]) -> None:
+    """Let the folder's config name the dtype of its file, where they differ."""
+    config = getattr(model, "config", None)
+    if dtype is None or config is None or not (Path(folder) / "config.json").is_file() or model.dtype == dtype:
+        return
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+
+
+def named(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, the first (`self`) left out, those of `**kwargs` among the others."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        kind = bound.signature.parameters[name].kind
+        found.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return found

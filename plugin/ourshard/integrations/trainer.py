@@ -1,0 +1,106 @@
+"""What a Trainer does differently when its Accelerator is ours; each function stands around the method of its name.
+
+The Trainer walks the path it walks under DDP: one file for the model, one for the optimizer, both written by rank 0.
+What is written is whole, so a checkpoint of ours resumes under DDP and in one process, and theirs resume here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ourshard.integrations import loading, models, optimizer_state, plain_optimizer
+from ourshard.integrations.pretrained import save_dtype
+from ourshard.runtime.part import engines_in, part_state
+
+logger = logging.getLogger("ourshard")
+
+Method = Callable[..., Any]
+
+WEIGHTS = {"single": "model.safetensors", "index": "model.safetensors.index.json"}
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+def _move_model_to_device(method: Method, trainer: Any, model: nn.Module, device: torch.device) -> None:
+    """Leave the model where it is: `prepare` puts this rank's shard onto the device."""
+
+
+def _save(method: Method, trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    """Gather on every rank what the writing ranks write. The Trainer itself would leave all but those outside."""
+    if state_dict is not None or not engines_in(trainer.model):
+        method(trainer, output_dir, state_dict)
+    elif isinstance(trainer.model, _saves_itself()):
+        if not trainer.args.should_save:  # the Trainer returns here; the others gather in `save_pretrained`
+            trainer.model.save_pretrained(output_dir or trainer.args.output_dir, is_main_process=False)
+        method(trainer, output_dir)
+    else:
+        keep = trainer.args.should_save
+        state = part_state(trainer.model, "Trainer.save_model", dtype=save_dtype(trainer.model), keep=keep)
+        method(trainer, output_dir, state)
+
+
+def _saves_itself() -> tuple[Any, ...]:
+    """Return the classes whose `save_pretrained` the Trainer calls."""
+    from transformers import PreTrainedModel
+    from transformers.utils import is_peft_available
+
+    if not is_peft_available():
+        return (PreTrainedModel,)
+    from peft import PeftModel
+
+    return (PreTrainedModel, PeftModel)
+
+
+def _save_optimizer_and_scheduler(method: Method, trainer: Any, output_dir: str) -> None:
+    """Write the whole state of the optimizer, in the form that any torch optimizer loads."""
+    prepared = trainer.optimizer
+    engines = engines_in(trainer.model)
+    if engines:
+        whole = optimizer_state.gather(prepared.optimizer, engines, keep=trainer.args.should_save)
+        trainer.optimizer = _Written(plain_optimizer.to_plain(whole, trainer.model, engines))
+    try:
+        method(trainer, output_dir)
+    finally:
+        trainer.optimizer = prepared
+
+
+class _Written:
+    """Stands in for an optimizer while its state is written."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str | None) -> None:
+    """Load the state that a Trainer wrote, sharded or not; each rank keeps what belongs to its rows."""
+    engines = engines_in(trainer.model)
+    if checkpoint is None or not engines:
+        method(trainer, checkpoint)
+        return
+    folder = Path(checkpoint)
+    if not (folder / OPTIMIZER).is_file() or not (folder / SCHEDULER).is_file():
+        return  # saved with save_only_model
+    saved = torch.load(folder / OPTIMIZER, map_location="cpu", mmap=True, weights_only=True)
+    named = plain_optimizer.from_plain(saved, trainer.optimizer.optimizer, trainer.model, engines)
+    optimizer_state.restore(trainer.optimizer.optimizer, engines, named, folder / OPTIMIZER)
+    trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+
+
+def _load_from_checkpoint(method: Method, trainer: Any, folder: str, model: nn.Module | None = None) -> None:
+    """Load a checkpoint's weights without holding them: each rank reads its rows, now or in `prepare`."""
+    model = model if model is not None else trainer.model
+    files = loading.checkpoint_files(Path(folder), WEIGHTS)
+    if not files or not (engines_in(model) or loading.wants_rows()):
+        method(trainer, folder, model)
+        return
+    logger.info("Loading model from %s.", folder)
+    result = models.inner(model).load_state_dict(loading.lazy_state(files), strict=False)
+    trainer._issue_warnings_after_load(result)

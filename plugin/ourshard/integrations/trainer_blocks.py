@@ -1,0 +1,51 @@
+"""The `optimizer`, `scheduler` and `fp16` blocks of a `TrainingArguments(deepspeed=...)`, for a Trainer that is ours.
+
+DeepSpeed builds an optimizer and a schedule where its config has a block for them, and the Trainer builds none; scaling
+of fp16 losses is set there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ourshard.flags.blocks import build_optimizer, build_scheduler
+from ourshard.flags.objects import from_training_arguments
+from ourshard.flags.result import RunSettings
+from ourshard.runtime.scaler import ShardGradScaler
+
+Method = Callable[..., Any]
+
+
+def _said(args: Any, total_steps: int | None = None) -> RunSettings:
+    result = from_training_arguments(args, total_steps=total_steps)
+    return result.run if result is not None else RunSettings()
+
+
+def create_accelerator_and_postprocess(method: Method, trainer: Any) -> None:
+    """Scale fp16 losses as the `fp16` block says."""
+    method(trainer)
+    if not getattr(trainer.accelerator, "is_ourshard", False):
+        return
+    settings = dict(_said(trainer.args).grad_scaler)
+    if settings and trainer.accelerator.scaler is not None:
+        trainer.accelerator.scaler = ShardGradScaler(trainer.accelerator.device.type, **settings)
+
+
+def create_optimizer(method: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build the optimizer of the block, if there is one, over all parameters in one group, as DeepSpeed does."""
+    block = _said(trainer.args).optimizer if trainer.optimizer is None else {}
+    if not block:
+        return method(trainer, *args, **kwargs)
+    trainer.optimizer = build_optimizer(block, [p for p in trainer.model.parameters() if p.requires_grad])
+    return trainer.optimizer
+
+
+def create_scheduler(method: Method, trainer: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+    """Build the schedule of the block, if there is one."""
+    block = _said(trainer.args, num_training_steps).scheduler if trainer.lr_scheduler is None else {}
+    if not block:
+        return method(trainer, num_training_steps, optimizer)
+    trainer.lr_scheduler = build_scheduler(block, trainer.optimizer if optimizer is None else optimizer)
+    trainer._created_lr_scheduler = True
+    return trainer.lr_scheduler

@@ -1,0 +1,72 @@
+"""What ourshard needs of transformers and PEFT, looked at before anything is patched; see `seams.py`."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import metadata
+from types import ModuleType
+
+from ourshard.integrations.seams import missing
+
+TRIED = "5.24"
+
+# `transformers.trainer.Trainer`
+TRAINER: dict[str, tuple[str, ...]] = {
+    "_save": ("output_dir", "state_dict"),
+    "_save_optimizer_and_scheduler": ("output_dir",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
+    "_move_model_to_device": ("model", "device"),
+    "create_accelerator_and_postprocess": (),
+    "create_optimizer": (),
+    "create_scheduler": ("num_training_steps", "optimizer"),
+}
+BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
+USED = {"_issue_warnings_after_load": ("load_result",)}  # called, not wrapped
+# `transformers.modeling_utils.PreTrainedModel`
+MODEL: dict[str, tuple[str, ...]] = {
+    "_load_pretrained_model": ("model", "state_dict", "checkpoint_files", "load_config"),
+    "save_pretrained": ("save_directory", "is_main_process", "state_dict"),
+}
+# `peft.peft_model.PeftModel`
+PEFT: dict[str, tuple[str, ...]] = {
+    "save_pretrained": ("save_directory", "is_main_process"),
+    "get_prompt_embedding_to_save": ("adapter_name",),
+}
+
+
+def of_trainer(module: ModuleType) -> list[str]:
+    """Return what is missing in `transformers.trainer`, as text; empty when all is there."""
+    return missing(module.Trainer, {**TRAINER, **USED}) if hasattr(module, "Trainer") else ["Trainer"]
+
+
+def of_arguments(module: ModuleType) -> list[str]:
+    """Return what is missing in `transformers.training_args`."""
+    cls = getattr(module, "TrainingArguments", None)
+    if not isinstance(cls, type):
+        return ["TrainingArguments"]
+    wanted = {"place_model_on_device": property, "__post_init__": object}
+    return [
+        f"TrainingArguments.{name}"
+        for name, kind in wanted.items()
+        if not isinstance(inspect.getattr_static(cls, name, None), kind) or not hasattr(cls, name)
+    ]
+
+
+def of_model(module: ModuleType) -> list[str]:
+    """Return what is missing in `transformers.modeling_utils`."""
+    return missing(module.PreTrainedModel, MODEL) if hasattr(module, "PreTrainedModel") else ["PreTrainedModel"]
+
+
+def of_peft(module: ModuleType) -> list[str]:
+    """Return what is missing in `peft.peft_model`."""
+    return missing(module.PeftModel, PEFT) if hasattr(module, "PeftModel") else ["PeftModel"]
+
+
+def message(package: str, lost: list[str]) -> str:
+    """Return the error for a version of `package` whose seams moved."""
+    return (
+        f"ourshard cannot work under {package} {metadata.version(package)}: {', '.join(lost)} is not where ourshard "
+        f"takes hold of it. Tried: transformers {TRIED}. Install one of these; or, to run without ourshard, take it "
+        "out of the config or set OURSHARD_DISABLE=1."
+    )

@@ -1,0 +1,94 @@
+"""Whole values of any module inside of a sharded model, or of some of its names: what saving a part needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ourshard.runtime.engine import ENGINES, Engine
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.placement import At
+from ourshard.runtime.state import persistent, save_dtype
+
+
+class _Home(NamedTuple):
+    """The lane of a parameter and its position there."""
+
+    lane: Lane
+    position: int
+
+
+def engines_in(module: nn.Module) -> list[Engine]:
+    """Return the engines that hold parameters of `module`, in the order in which they were made."""
+    homes = _homes()
+    found = {homes[id(p)].lane.unit.engine for p in module.parameters() if id(p) in homes}
+    return sorted(found, key=lambda engine: engine.order)
+
+
+def is_here(module: nn.Module) -> bool:
+    """Return whether this rank has all of `module` whole and exact: no communication is needed to save it."""
+    homes = _homes()
+    return all(_lane_is_here(homes[id(p)].lane) for p in module.parameters() if id(p) in homes)
+
+
+@torch.no_grad()
+def part_state(
+    module: nn.Module,
+    label: str,
+    *,
+    names: Collection[str] | None = None,
+    dtype: torch.dtype | None = None,
+    keep: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Return whole parameters and persistent buffers of `module` on the CPU, by its own names, in its order.
+
+    Collective over the ranks, unless `is_here`; `label` says to the others what this rank does. Without `keep` a rank
+    takes part and gets an empty dict. `names` limits what is gathered. Values come from the masters, in the dtype that
+    a parameter was loaded in, or `dtype`. Tied names share one tensor.
+    """
+    homes = _homes()
+    entries = [(name, value) for name, value in persistent(module) if names is None or name in names]
+    wanted: dict[Lane, dict[int, None]] = {}
+    for _, value in entries:
+        if id(value) in homes:
+            wanted.setdefault(homes[id(value)].lane, {})[homes[id(value)].position] = None
+    for engine in sorted({lane.unit.engine for lane in wanted if not _lane_is_here(lane)}, key=lambda e: e.order):
+        engine.control.agree(label)
+    whole: dict[_Home, torch.Tensor] = {}
+    for lane in sorted(wanted, key=lambda lane: (lane.unit.engine.order, lane.unit.index, lane.unit.lanes.index(lane))):
+        flat = None if _lane_is_here(lane) else lane.gather_master()
+        for position in wanted[lane] if keep else ():
+            found = _present(lane, position) if flat is None else lane.whole_view(flat, position)
+            own = lane.parameters[position].dtype
+            whole[_Home(lane, position)] = found.detach().to("cpu", dtype=save_dtype(own, dtype), copy=True)
+    if not keep:
+        return {}
+    return {name: whole[homes[id(v)]] if id(v) in homes else v.detach().cpu().clone() for name, v in entries}
+
+
+def _homes() -> dict[int, _Home]:
+    """Map each tensor that stands for a sharded parameter, at rest or in a forward, to where its values are."""
+    return {
+        id(tensor): _Home(lane, position)
+        for engine in ENGINES
+        for lane in engine.lanes()
+        for tensors in (lane.resting, lane.leaves)
+        for position, tensor in enumerate(tensors)
+    }
+
+
+def _lane_is_here(lane: Lane) -> bool:
+    if lane.placement.whole:
+        return True
+    return lane.placement.params is At.WHOLE and lane.aliased and lane.unit.whole and not lane.stale
+
+
+def _present(lane: Lane, position: int) -> torch.Tensor:
+    """Return a whole parameter that is on this rank. The user may have moved the tensor he holds: it is the truth."""
+    if lane.placement.whole:
+        return lane.resting[position]
+    lane.unit.finish_gather()
+    return lane.whole_view(lane.full.tensor, position)
