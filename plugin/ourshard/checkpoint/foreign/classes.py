@@ -146,6 +146,12 @@ def _ordered(items: Any = ()) -> dict[Any, Any]:
     return {item[0]: item[1] for item in items}
 
 
+def _set(items: Any = ()) -> set[Any]:
+    if not isinstance(items, list) or any(type(item) not in (str, int, float, bool, bytes) for item in items):
+        raise CheckpointError("a pickled set has odd members")
+    return set(items)
+
+
 def _default_dict(factory: Any = None, items: Any = ()) -> dict[Any, Any]:
     return _ordered(items)
 
@@ -236,6 +242,8 @@ ALLOWED: Mapping[str, Any] = {
     "collections.defaultdict": Builder("defaultdict", _default_dict),
     "builtins.dict": Builder("dict", _ordered),
     "__builtin__.dict": Builder("dict", _ordered),
+    "builtins.set": Builder("set", _set),
+    "__builtin__.set": Builder("set", _set),
     "_codecs.encode": Builder("encode", _encode),
     **{
         f"{module}.{name}": Builder(name, _path)

@@ -44,10 +44,17 @@ class DeepSpeedSource(ForeignSource):
         else:
             _add_stage_1_2(draft, files)
         if files.optimizers:
+            _note_left_out(draft, files.models[0])
             draft.world_size = len(files.optimizers)
             draft.scaler = loss_scale(files.states[0])
         add_outer_files(draft, path, "latest")
         self.publish(draft)
+
+
+def _note_left_out(draft: Draft, states: ModelStates) -> None:
+    """Say that frozen weights are not here; the engine writes no fragments then, not even empty ones."""
+    if (draft.stage or 0) >= 2 and states.content.get("frozen_param_fragments") is None:
+        draft.losses.append("frozen parameters, if the model has any: left out when it was saved")
 
 
 def add_outer_files(draft: Draft, tag: Path, latest: str) -> None:

@@ -20,10 +20,7 @@ _RANK_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _REFUSED = (
     (re.compile(r"mp_rank_(?!00)\d+_model_states\.pt"), "tensor parallelism"),
-    (
-        re.compile(r"layer_\d+-model(_\d+)?-?model_states\.pt|layer_\d+-model_\d+-model_states\.pt"),
-        "pipeline parallelism",
-    ),
+    (re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"), "pipeline parallelism"),
     (re.compile(r"layer_.*expert_.*_model_states\.pt|expp_rank_\d+_.*"), "mixture of experts with expert parallelism"),
 )
 # What the engine writes at the top level of model states; all else is the user's client state.

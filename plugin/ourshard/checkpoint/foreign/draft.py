@@ -8,8 +8,9 @@ formats.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from ..source import BUFFER, PARAM, CheckpointError, Description, Source, TensorInfo, TensorKey
 from .names import looks_like_buffer, shorten
 from .stored import ChunkedTensor, FlatTensor, Readable
-from .ties import find_ties, sampled_equal, wholly_equal
+from .ties import BLOCK, find_ties, is_copy, sampled_equal
 
 _STEP_SAMPLES = 64  # opening a checkpoint does not read the step of every parameter
 # State that every optimizer with such a key keeps in the shape of the parameter: another shape is one rank's slice.
@@ -66,6 +67,7 @@ class ForeignSource(Source):
         self.parameter_order = parameter_order
         self._readers: dict[TensorKey, Readable] = {}
         self._aliases: dict[str, Readable] = {}
+        self._copies: dict[str, Readable] = {}  # the model's own, where masters are read
 
     def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
         """Return rows of a tensor; see `Source.read`."""
@@ -90,19 +92,22 @@ class ForeignSource(Source):
         return reader.pieces if isinstance(reader, (FlatTensor, ChunkedTensor)) else 1
 
     def verify_files(self) -> Iterator[tuple[str, str | None]]:
-        """Check every tensor against the checksums of its file, and aliases against their owners, reading all of it."""
+        """Check each tensor with the checksums of its file, and what is there twice: aliases, and copies of masters."""
         for key in self.tensors:
-            try:
-                for _ in self.read_blocks(key, 16 << 20):
-                    pass
-            except CheckpointError as error:
-                yield str(key), str(error)
-            else:
-                yield str(key), None
+            yield str(key), _problem(partial(self._is_readable, key), "")
         for alias, reader in self._aliases.items():
-            owner = self._readers[TensorKey(PARAM, self.description.ties[alias])]
-            equal = wholly_equal(reader, owner)
-            yield alias, None if equal else f"is tied to {self.description.ties[alias]} and has other values"
+            owner = self.description.ties[alias]
+            whole = self._copies.get(owner, self._readers[TensorKey(PARAM, owner)])
+            yield alias, _problem(partial(is_copy, reader, whole), f"is tied to {owner} and has other values")
+        for name, copy in self._copies.items():
+            master = self._readers[TensorKey(PARAM, name)]
+            yield (
+                f"{name} (copy)",
+                _problem(partial(is_copy, copy, master), "differs from its master, cast to its dtype"),
+            )
+
+    def _is_readable(self, key: TensorKey) -> bool:
+        return all(True for _ in self.read_blocks(key, BLOCK))
 
     def publish(self, draft: Draft) -> None:
         """Make the tables out of a draft. Raises CheckpointError where its parts contradict each other."""
@@ -110,6 +115,7 @@ class ForeignSource(Source):
         trained = draft.trained
         self._aliases = {alias: draft.model.pop(alias) for alias in ties if alias in draft.model}
         _note_unequal_aliases(draft, ties, self._aliases)
+        self._copies = {name: draft.model[name] for name in draft.masters if name in draft.model}
         readers, own_dtypes = _model_tensors(draft, trained)
         if not readers and draft.state:
             draft.oddities.append("an optimizer alone: no weights are in this checkpoint")
@@ -139,6 +145,14 @@ class ForeignSource(Source):
             losses=tuple(draft.losses),
             oddities=tuple(draft.oddities),
         )
+
+
+def _problem(check: Callable[[], bool], words: str) -> str | None:
+    """Return what is wrong: `words` if the check fails, the error if the files are damaged."""
+    try:
+        return None if check() else words
+    except CheckpointError as error:
+        return str(error)
 
 
 def _resolve_ties(draft: Draft) -> dict[str, str]:

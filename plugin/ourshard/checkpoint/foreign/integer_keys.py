@@ -114,48 +114,75 @@ def _assign(
     draft: Draft, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], order: Order
 ) -> dict[int, str] | None:
     """Return number -> name if exactly one way of dividing the parameters among the groups fits all shapes."""
-    names = _candidates(draft, order, sum(len(group["params"]) for group in groups))
+    names = _candidates(draft, order)
     found: list[dict[int, str]] = []
-    for division in _divisions(draft, names, [len(group["params"]) for group in groups]):
-        pairs = {
-            number: name
-            for group, members in zip(groups, division, strict=True)
-            for number, name in zip(group["params"], members, strict=True)
-        }
-        if pairs not in found and all(
-            _fits(draft.model[name], state.get(number, {})) for number, name in pairs.items()
-        ):
-            found.append(pairs)
+    for division in _divisions(draft, names, groups):
+        pairs: dict[int, str] = {}
+        for numbers, members in division:
+            chosen = _only_match(draft, [state.get(number, {}) for number in numbers], members)
+            if chosen is None:
+                break
+            pairs.update(zip(numbers, chosen, strict=True))
+        else:
+            if pairs not in found:
+                found.append(pairs)
     return found[0] if len(found) == 1 else None
 
 
-def _candidates(draft: Draft, order: Order, count: int) -> list[str]:
-    """Return the names that the optimizer may know: parameters without aliases; if it knows fewer, an adapter's."""
+def _candidates(draft: Draft, order: Order) -> list[str]:
+    """Return the names that the optimizer may know: parameters without aliases."""
     aliases = draft.ties or {}
     names = [name for name in order.names if name in draft.model and name not in aliases]
     if draft.buffers is not None:
-        names = [name for name in names if name not in draft.buffers]
-    else:
-        names = [name for name in names if not looks_like_buffer(name, draft.model[name].dtype)]
-    if len(names) > count:
-        names = [name for name in names if ".lora_" in name or ".modules_to_save." in name]
-    return names
+        return [name for name in names if name not in draft.buffers]
+    return [name for name in names if not looks_like_buffer(name, draft.model[name].dtype)]
 
 
-def _divisions(draft: Draft, names: list[str], counts: list[int]) -> Iterable[list[list[str]]]:
-    """Yield the ways of dividing names among groups of these lengths, each group in the order of the names."""
-    if len(names) != sum(counts):
+def _divisions(
+    draft: Draft, names: list[str], groups: Sequence[Mapping[str, Any]]
+) -> Iterable[list[tuple[list[int], list[str]]]]:
+    """Yield the ways of dividing names among groups: the numbers of each with the names it may be made of, in order."""
+    numbers = [list(group["params"]) for group in groups]
+    if len(groups) == 1:
+        yield [(numbers[0], names)]
         return
-    begins = [sum(counts[:place]) for place in range(len(counts))]
-    yield [names[begin : begin + count] for begin, count in zip(begins, counts, strict=True)]
-    if len(counts) != 2:
-        return
-    for split in _SPLITS:
-        yes = [name for name in names if split(name, draft.model[name])]
-        no = [name for name in names if not split(name, draft.model[name])]
-        for division in ([yes, no], [no, yes]):
-            if [len(members) for members in division] == counts:
-                yield division
+    if len(names) == sum(map(len, numbers)):
+        begins = [sum(map(len, numbers[:place])) for place in range(len(numbers))]
+        yield [(own, names[begin : begin + len(own)]) for begin, own in zip(begins, numbers, strict=True)]
+    if len(groups) == 2:
+        for split in _SPLITS:
+            yes = [name for name in names if split(name, draft.model[name])]
+            no = [name for name in names if not split(name, draft.model[name])]
+            yield [(numbers[0], yes), (numbers[1], no)]
+            yield [(numbers[0], no), (numbers[1], yes)]
+
+
+def _only_match(draft: Draft, states: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str] | None:
+    """Return which of the names, in their order, the states belong to; None if no choice fits, or more than one does.
+
+    There are more names than states if parameters are frozen, which a numbered optimizer does not tell.
+    """
+    spare = len(names) - len(states)
+    if spare < 0:
+        return None
+    # ways[i] for the states from `place` on: in how many ways (2: or more) they fit the names from place + i on.
+    ways = [1] * (spare + 1)
+    table = [ways]
+    for place in range(len(states) - 1, -1, -1):
+        row = [0] * (spare + 1)
+        for skipped in range(spare, -1, -1):
+            here = ways[skipped] if _fits(draft.model[names[place + skipped]], states[place]) else 0
+            row[skipped] = min(2, here + (row[skipped + 1] if skipped < spare else 0))
+        ways = row
+        table.insert(0, ways)
+    if table[0][0] != 1:
+        return None
+    chosen, skipped = [], 0
+    for place, values in enumerate(states):
+        while not (_fits(draft.model[names[place + skipped]], values) and table[place + 1][skipped]):
+            skipped += 1
+        chosen.append(names[place + skipped])
+    return chosen
 
 
 def _fits(reader: Readable, values: Mapping[str, Any]) -> bool:

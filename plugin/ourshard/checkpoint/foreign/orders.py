@@ -20,6 +20,7 @@ from .integer_keys import Order
 from .runfiles import read_json
 
 NAMES_FILE = "parameter_names.json"
+_MAX_LAYERS = 1024
 _MAX_EXPERTS = 4096
 
 # Children of one module in the order in which Transformers, torch and PEFT define them. A module is ordered if some
@@ -98,7 +99,9 @@ def order_by_config(config: Mapping[str, Any], names: Sequence[str]) -> Order | 
 def _is_plausible(config: Mapping[str, Any], tensors: int) -> bool:
     """Tell whether the config asks for no more modules than the checkpoint has; a hostile one may ask for billions."""
     for key, value in config.items():
-        if type(value) is int and (("layer" in key and value > tensors) or ("expert" in key and value > _MAX_EXPERTS)):
+        if type(value) is int and (
+            ("layer" in key and value > max(tensors, _MAX_LAYERS)) or ("expert" in key and value > _MAX_EXPERTS)
+        ):
             return False
         if isinstance(value, Mapping) and not _is_plausible(value, tensors):
             return False

@@ -3,7 +3,7 @@
 A tensor that the optimizer does not know and that equals one that it trains is its alias: an untrained copy would
 have been left behind. Where both are untrained, equal values prove nothing (all-ones norms, sinusoidal positions), so
 that only output heads are taken for aliases of embeddings. Rows are compared, not whole tensors: opening a checkpoint
-has to stay a matter of seconds; `check_ties` compares all of them.
+has to stay a matter of seconds; `ForeignSource.verify_files` compares all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .stored import Readable
 
 _SAMPLES = 64
 _SMALL = 1 << 16  # elements; smaller tensors are compared whole
-_BLOCK = 16 << 20  # bytes
+BLOCK = 16 << 20  # bytes to compare at a time
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEADS = ("lm_head.weight", "embed_out.weight", "output_projection.weight", "predictions.decoder.weight", "head.weight")
 _EMBEDDINGS = ("emb", "wte.weight", "shared.weight")
@@ -85,12 +85,12 @@ def sampled_equal(one: Readable, other: Readable) -> bool:
     return all(same_bits(one.read(*span, check=False), other.read(*span, check=False)) for span in spans)
 
 
-def wholly_equal(one: Readable, other: Readable) -> bool:
-    """Tell whether two tensors are equal in shape, dtype and every byte, reading both block by block."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+def is_copy(copy: Readable, master: Readable) -> bool:
+    """Tell whether every element of `copy` is that of `master` in its own dtype, reading both block by block."""
+    if copy.shape != master.shape:
         return False
-    rows = one.shape[0] if one.shape else 1
-    nbytes = torch.Size(one.shape).numel() * one.dtype.itemsize
-    block = max(1, _BLOCK * rows // max(1, nbytes))
+    rows = copy.shape[0] if copy.shape else 1
+    nbytes = torch.Size(copy.shape).numel() * max(copy.dtype.itemsize, master.dtype.itemsize)
+    block = max(1, BLOCK * rows // max(1, nbytes))
     spans = ((start, min(rows, start + block)) for start in range(0, rows, block))
-    return all(same_bits(one.read(*span), other.read(*span)) for span in spans)
+    return all(same_bits(copy.read(*span), master.read(*span).to(copy.dtype)) for span in spans)
