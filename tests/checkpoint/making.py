@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from ourshard.checkpoint import commit
-from ourshard.checkpoint.io import DISK, DiskIO
+from ourshard.checkpoint.io import DiskIO
 from ourshard.checkpoint.shard_writer import LocalBox, ShardWriter
 from ourshard.checkpoint.sharded import ShardedSource
 from ourshard.checkpoint.source import BUFFER, PARAM, Description, Source, TensorKey
 from ourshard.runtime.boxes import boxes_of
 from ourshard.runtime.layout import TensorSpec, plan_unit
 
+
+class Unflushed(DiskIO):
+    """The disk without flushes, for tests that are not about them: hundreds of flushes take minutes on a busy disk."""
+
+    def flush(self, file: BinaryIO) -> None:
+        """Do nothing."""
+
+    def flush_folder(self, path: Path) -> None:
+        """Do nothing."""
+
+
+UNFLUSHED = Unflushed()
 State = dict[TensorKey, torch.Tensor]
 
-FIXTURES = Path("/work/shared/fixtures")
+FIXTURES = Path(os.environ.get("OURSHARD_FIXTURES", Path(__file__).parents[3] / "shared" / "fixtures"))
 SHAPES = {
     "embed.weight": (37, 5),
     "block.norm.weight": (5,),
@@ -80,10 +93,10 @@ def boxes_on(state: Mapping[TensorKey, torch.Tensor], rank: int, world_size: int
     )
     held: dict[TensorKey, list[LocalBox]] = {}
     for lane in layout.lanes:
-        for position, tensor in enumerate(lane.tensors):
-            key = keys[tensor.index]
+        for position, placed in enumerate(lane.tensors):
+            key = keys[placed.index]
             shape, flat = tuple(state[key].shape), state[key].reshape(-1)
-            for box in boxes_of(shape, tensor, lane.rows_on(position, rank)):
+            for box in boxes_of(shape, placed, lane.rows_on(position, rank)):
                 start = 0
                 for length, index in zip(shape, box.starts, strict=True):
                     start = start * length + index
@@ -104,7 +117,7 @@ def save(
     description: Description | None = None,
     ranks: Sequence[int] | None = None,
     replace: bool = False,
-    io: DiskIO = DISK,
+    io: DiskIO = UNFLUSHED,
     rank_state: Mapping[str, Any] | None = None,
 ) -> None:
     """Save as all ranks (or `ranks`, of one node) together would."""

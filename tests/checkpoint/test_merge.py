@@ -156,3 +156,29 @@ def test_adapters_only_takes_the_adapter_with_its_state(tmp_path: Path) -> None:
     save_ours(tmp_path / "plain", {"w": torch.zeros(3)}, config)
     with pytest.raises(ValueError, match="has no adapter"):
         convert(tmp_path / "plain", tmp_path / "bad", to="ourshard", adapters_only=True)
+
+
+def test_an_adapter_from_our_format_loads_in_peft(tmp_path: Path) -> None:
+    """CASES A15: the adapter alone, under the names and with the config that PEFT expects."""
+    model, weights, config = make_peft(target_modules=["body", "embed"], modules_to_save=["head"])
+    save_ours(tmp_path / "ours", weights, config)
+    report = convert(tmp_path / "ours", tmp_path / "out", to="peft")
+    assert any("weights of the base model" in loss for loss in report.losses)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    ours = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {name for name in theirs if "base_layer" not in name} == set(ours)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    torch.manual_seed(1)
+    loaded = peft.PeftModel.from_pretrained(Net(), tmp_path / "out").state_dict()
+    for name in weights:
+        if ".lora_" in name or ".modules_to_save." in name:
+            assert torch.equal(loaded[name], weights[name]), name
+    save_ours(tmp_path / "no-config", weights, {})
+    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
+        convert(tmp_path / "no-config", tmp_path / "bad", to="peft")

@@ -17,6 +17,7 @@ OWN_READERS_LAST = (
 OWN_WRITERS = {
     "ourshard": "ourshard.checkpoint.sharded_sink:ShardedSink",
     "safetensors": "ourshard.checkpoint.huggingface_sink:SafetensorsSink",
+    "peft": "ourshard.checkpoint.peft_sink:PeftSink",
     "torch": "ourshard.checkpoint.torchsave:TorchSaveSink",
 }
 

@@ -42,7 +42,7 @@ class ShardedSource(Source):
         self.manifest = read_manifest(path)
         self.tensors = {**self.manifest.tensors, **_scalar_infos(self.manifest)}
         self.description = replace(
-            self.manifest.description, files=companions(path), oddities=tuple(_oddities(self.manifest))
+            self.manifest.description, files=_files(path, self.manifest), oddities=tuple(_oddities(self.manifest))
         )
         try:
             self._pieces = self.manifest.pieces()
@@ -157,6 +157,15 @@ class ShardedSource(Source):
 def is_ours(folder: Path) -> bool:
     """Tell whether a folder has a manifest of ours."""
     return folder.is_dir() and ((folder / NAME).is_file() or any(folder.glob(PARTIAL_NAMES)))
+
+
+def _files(path: Path, manifest: Manifest) -> dict[str, Path]:
+    """Return what goes along: files that the save put in, and those of the run's folder around it."""
+    outer = companions(path.parent) if (path.parent / "trainer_state.json").is_file() else {}
+    own = {
+        record.path: path / record.path for record in manifest.files if record.group == PLAIN and record.rank is None
+    }
+    return {**outer, **companions(path), **own}
 
 
 def _scalar_infos(manifest: Manifest) -> dict[TensorKey, TensorInfo]:

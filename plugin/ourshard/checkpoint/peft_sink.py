@@ -1,0 +1,77 @@
+"""Write an adapter as PEFT reads it: adapter_model.safetensors and adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from .foreign.adapters import with_adapter_name
+from .huggingface_sink import SafetensorsSink, training_losses
+from .safetensors_file import lay_out
+from .sink import SinkOptions
+from .source import PARAM, Source
+from .transfer import Run, write_tensors
+from .view import only_adapters
+from .workspace import Workspace
+
+ADAPTER = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+_SAVED = re.compile(r"\.modules_to_save\.[^.]+\.")
+_ADAPTER_NAME = re.compile(
+    r"(\.(?:lora|ia3|hada|lokr|oft|boft|vera|randlora|fourierft)_\w+)\.([^.]+)(?=\.(?:weight|bias)$|$)"
+)
+
+
+class PeftSink(SafetensorsSink):
+    """The adapter's weights alone, under the names of PEFT's files, which leave the adapter's own name out."""
+
+    format = "peft"
+    summary = "an adapter for PeftModel.from_pretrained: adapter_model.safetensors, adapter_config.json"
+
+    def __init__(self, options: SinkOptions) -> None:
+        if options.max_shard_size is not None:
+            raise ValueError("max_shard_size has no meaning for adapters: PEFT reads one file")
+        super().__init__(options)
+
+    @classmethod
+    def can_hold(cls, kind: str) -> bool:
+        """Hold weights; those of the base model are left out."""
+        return kind == PARAM
+
+    @classmethod
+    def losses(cls, source: Source) -> tuple[str, ...]:
+        """Name the base weights and what belongs to training."""
+        left = len(source.keys_of(PARAM)) - len(only_adapters(source).keys_of(PARAM))
+        base = (f"{left} weights of the base model",) if left else ()
+        others = {key.kind for key in source.tensors} - {PARAM}
+        return (*base, *(f"tensors of kind {kind!r}" for kind in sorted(others)), *training_losses(source))
+
+    def write(self, source: Source, workspace: Workspace) -> None:
+        """Write the adapter. Raises ValueError if there is none, or if no adapter_config.json is known."""
+        config = source.description.adapter_config
+        if not config:
+            raise ValueError(f"{source.path} has no {CONFIG}: put the one that PEFT wrote for this adapter beside it")
+        adapter = only_adapters(source)
+        infos = {file_name(key.name): adapter.tensors[key] for key in adapter.keys_of(PARAM)}
+        for name, info in infos.items():
+            if with_adapter_name(name, config, _own_name(info.key.name)) != info.key.name:
+                raise ValueError(f"{info.key.name} has no name in a PEFT file that leads back to it")
+        layout = lay_out([(name, info.dtype, info.shape) for name, info in infos.items()], {"format": "pt"})
+        runs = [Run(infos[entry.name], 0, infos[entry.name].numel) for entry in layout.entries]
+        write_tensors(workspace, ADAPTER, layout, runs, adapter)
+        workspace.write_bytes(CONFIG, json.dumps(dict(config), indent=2, sort_keys=True).encode() + b"\n")
+        for name, path in source.description.files.items():
+            if name.startswith(("tokenizer", "README", "chat_template")):
+                workspace.copy(name, path)
+
+
+def file_name(name: str) -> str:
+    """Return the name that PEFT's files have for a parameter of a PEFT model."""
+    return _ADAPTER_NAME.sub(r"\1", _SAVED.sub(".", name))
+
+
+def _own_name(name: str) -> str:
+    """Return the adapter's name within a parameter's name."""
+    saved, adapted = re.search(r"\.modules_to_save\.([^.]+)\.", name), _ADAPTER_NAME.search(name)
+    return saved[1] if saved else adapted[2] if adapted else "default"
