@@ -49,11 +49,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, fused=True)
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @dataclass(frozen=True)

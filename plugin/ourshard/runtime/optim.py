@@ -75,7 +75,7 @@ class Run:
     def dropped(self) -> None:
         """Follow `p.grad = None` of one of the parameters.
 
-        Others may follow (`module.zero_grad()` drops one after the other), so the run is split no sooner than at a step.
+        Others may follow (`module.zero_grad()` drops all in turn), so the run is split no sooner than at a step.
         """
         if not any(self.lane.valid[position] for position in self.positions):
             self.parameter.grad = None
@@ -142,6 +142,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
                 probed = True
             _adopt_group(optimizer, group)
             _prefer_fused(optimizer, group)
+    _follow_zero_grad(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     _ADOPTED[optimizer] = _Adopted(count, _adoption())
     return optimizer
@@ -169,11 +170,11 @@ def _adopt_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
             fresh[id(lane.resting[run.positions[0]])] = run.parameter
             _move_state(optimizer, run, states)
             lane.runs.append(run)
-            if any(lane.valid):
-                run.hand_out()
         lane.runs.sort(key=lambda run: run.start)
     kept = [fresh.get(id(p), None if _adoptable(p) else p) for p in group["params"]]
     group["params"][:] = [p for p in kept if p is not None]
+    for run in [run for lane in by_lane for run in lane.runs]:
+        run.hand_out()
 
 
 def _release_from_others(lane: Lane, positions: list[int]) -> None:
@@ -192,8 +193,6 @@ def _make_runs(
     """Cut sorted positions into runs of neighbours; parameters that come with state are kept apart."""
     parts: list[list[int]] = []
     for position in positions:
-        if not lane.leaves[position].requires_grad:
-            continue
         mergeable = parts and not states[position] and not states[parts[-1][-1]]
         if mergeable and not _between(lane, parts[-1][-1], position):
             parts[-1].append(position)
@@ -217,22 +216,56 @@ def _move_state(optimizer: Optimizer, run: Run, states: dict[int, Any]) -> None:
     shape = lane.parameters[position].shape
     granule = lane.layout.tensors[position].granule
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape) and value.numel() > 1:
-            flat = value.reshape(-1)[rows.start * granule : rows.stop * granule]
-            return flat.to(lane.device, copy=True)
-        return value
+    def cut(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape) or key == "step":
+            return value
+        if not rows.rows:
+            return torch.zeros_like(run.parameter, dtype=value.dtype)  # one element, as the parameter has
+        return value.reshape(-1)[rows.start * granule : rows.stop * granule].to(lane.device, copy=True)
 
-    optimizer.state[run.parameter] = {key: cut(value) for key, value in state.items()}
+    optimizer.state[run.parameter] = {key: cut(key, value) for key, value in state.items()}
+
+
+def _follow_zero_grad(optimizer: Optimizer) -> None:
+    """Let `zero_grad` drop, or zero, also gradients that were not handed out since they wait for a backward that syncs.
+
+    torch has no hook for it, so the method of this one optimizer is wrapped.
+    """
+    if "zero_grad" in optimizer.__dict__:
+        return
+    reference = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        found = reference()
+        assert found is not None
+        type(found).zero_grad(found, set_to_none)
+        for run in _runs_of(found):
+            for position in run.positions:
+                if set_to_none:
+                    run.lane.drop_gradient(position)
+                else:
+                    run.lane.zero_gradient(position)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _runs_of(optimizer: Optimizer) -> list[Run]:
+    return [r for engine in ENGINES for lane in engine.lanes() for r in lane.runs if r.optimizer() is optimizer]
 
 
 def _prefer_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Use the fused implementation where torch has one and the user did not choose."""
-    if "fused" not in group or group["fused"] is not None or group.get("foreach") or group.get("differentiable"):
+    """Use the fused implementation of Adam where the user did not choose.
+
+    Not that of SGD: it fails where a parameter gets its first gradient later than others. Nor that of Adagrad, which
+    torch has for CPUs alone.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    if group["fused"] is not None or group["foreach"] or group["differentiable"]:
         return
     devices = {p.device.type for p in group["params"]}
     floating = all(p.is_floating_point() for p in group["params"])
-    if floating and devices <= {"cpu", "cuda"} and type(optimizer).__module__.startswith("torch.optim"):
+    if floating and devices <= {"cpu", "cuda"}:
         group["fused"] = True
         group["foreach"] = False
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -308,8 +341,12 @@ def _stepped(
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not ENGINES:
-        return
+    if ENGINES:
+        bring_up_to_date(optimizer)
+
+
+def bring_up_to_date(optimizer: Optimizer) -> None:
+    """Adopt what is new, and hand out gradients as they are now: before a step, and before gradients are unscaled."""
     known = _ADOPTED.get(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is not None and known.orphaned:

@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ourshard.runtime.engine import ENGINES
+from ourshard.runtime.optim import bring_up_to_date
 
 
 class ShardGradScaler(GradScaler):
@@ -20,6 +21,7 @@ class ShardGradScaler(GradScaler):
     """
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        bring_up_to_date(optimizer)
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
         engines = [engine for engine in ENGINES if engine.mesh.world.size > 1]
         if not engines:
