@@ -10,7 +10,6 @@ from torch import nn
 
 from ourshard.config import Accumulate, ShardConfig
 from ourshard.planning.formulas import OPTIMIZERS, Optimizer
-from ourshard.planning.hardware import GIB
 from ourshard.planning.layouts import PlannedModel, plan_model
 from ourshard.planning.memory import Memory, memory_of
 from ourshard.planning.rehearsal import MeshSizes, Rehearsal
@@ -93,13 +92,13 @@ def explain(
     memory = runtime_memory(model, config, mesh, OPTIMIZERS[optimizer])
     activations = max(0, allocated - memory.peak)
     parts = {**{name: size for name, size in memory.parts.items() if size}, "activations and others": activations}
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    lines = [f"ourshard: about {allocated / GIB:.1f} GiB were allocated on this rank: {listed} GiB."]
+    listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+    lines = [f"ourshard: about {readable(allocated)} were allocated on this rank: {listed}."]
     found = changes(model, config, mesh)
     enough = next((change for change in found if change.saves >= missing), None)
     if enough is not None:
         lines.append(
-            f"The cheapest change that would fit: {enough.key}: {enough.value} saves {enough.saves / GIB:.1f} GiB "
+            f"The cheapest change that would fit: {enough.key}: {enough.value} saves {readable(enough.saves)} "
             f"({enough.price})."
         )
     elif not config.activation_checkpointing and activations > missing:
@@ -111,8 +110,17 @@ def explain(
 
 
 def _last_resort(found: Sequence[Change]) -> str:
-    together = "; ".join(f"{change.key}: {change.value} saves {change.saves / GIB:.1f} GiB" for change in found)
+    together = "; ".join(f"{change.key}: {change.value} saves {readable(change.saves)}" for change in found)
     return f"No single change is enough ({together or 'none saves memory'}); use a smaller batch or more GPUs."
+
+
+def readable(nbytes: int) -> str:
+    """Write bytes with the unit that leaves few digits."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.1f} {units[0]}" if units[0] != "bytes" else f"{nbytes} bytes"
 
 
 def missing_bytes(message: str) -> int:

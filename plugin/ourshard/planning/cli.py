@@ -50,7 +50,7 @@ def plan(
 ) -> None:
     """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
 
-    Memory is counted on a run with fake tensors, step time is simulated: see docs/numbers.md for how close they are.
+    Memory is counted on a run with fake tensors, step time is simulated: see docs/plan.md for how close they are.
     """
     try:
         hardware = _adjusted(hardware_of(gpu, gpus, nodes), memory, link, network, disk)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ourshard.planning.hardware import Hardware
+from ourshard.planning.hardware import Hardware, Span
+from ourshard.planning.trace import Kernel
 from ourshard.planning.wire import ring_nbytes
 
 # Latencies of NCCL's own cost model for the ring algorithm and the Simple protocol (NCCL 2.27, src/graph/tuning.cc,
@@ -24,15 +25,15 @@ SMALLEST_KERNEL_SECONDS = 2.0e-6
 
 
 class Reach(Enum):
-    """How much of the hardware's rates is reached: the ends of what was measured, and their middle."""
+    """Where in the span of what was measured: at its ends, or in the middle."""
 
     WORST = "worst"
     MIDDLE = "middle"
     BEST = "best"
 
-    def of(self, span: tuple[float, float]) -> float:
-        low, high = span
-        return {"worst": low, "middle": (low + high) / 2, "best": high}[self.value]
+    def of(self, span: Span) -> float:
+        worst, best = span
+        return {"worst": worst, "middle": (worst + best) / 2, "best": best}[self.value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +48,31 @@ class Group:
         return -(-self.ranks // self.per_node)
 
 
-def ring_seconds(whole_nbytes: int, group: Group, hardware: Hardware, reach: Reach) -> float:
+def ring_seconds(whole_nbytes: int, group: Group, hardware: Hardware, reach: Reach, *, peer: bool = False) -> float:
     """Return the time of an all-gather or reduce-scatter of `whole_nbytes`; an all-reduce takes two.
 
     A ring passes b (n - 1) / n bytes over each link (Thakur et al., 2005). NCCL lays one ring through each network card
     of a node, so that a link between nodes carries the part of one of the `per_node` ranks. The slower kind of link
-    decides, and each of the n - 1 steps adds its latency (NCCL, src/graph/tuning.cc).
+    decides, and each of the n - 1 steps adds its latency (NCCL, src/graph/tuning.cc). With `peer` the copy engines of
+    the GPUs of a node move the same bytes.
     """
     if group.ranks == 1 or whole_nbytes == 0:
         return 0.0
     sent = ring_nbytes(whole_nbytes, group.ranks)
-    inside = sent / (hardware.link_rate * reach.of(hardware.link_reach)) if group.per_node > 1 else 0.0
-    between = sent / group.per_node / (hardware.network_rate * reach.of(hardware.link_reach))
+    reached = reach.of(hardware.peer_reach if peer else hardware.nccl_reach)
+    inside = sent / (hardware.link_rate * reached) if group.per_node > 1 else 0.0
+    between = sent / group.per_node / (hardware.network_rate * reached)
     outer_steps = group.nodes - 1
     inner_steps = group.ranks - 1 - outer_steps
     latency = BASE_SECONDS + inner_steps * LINK_STEP_SECONDS + outer_steps * NETWORK_STEP_SECONDS
     return latency + max(inside, between if group.nodes > 1 else 0.0)
 
 
-def kernel_seconds(flops: int, nbytes: int, hardware: Hardware, reach: Reach) -> float:
+def kernel_seconds(kernel: Kernel, hardware: Hardware, reach: Reach) -> float:
     """Return the device time of one kernel: the longer of computing and moving (Williams et al., 2009, "Roofline")."""
-    computing = flops / (hardware.flops * reach.of(hardware.matmul_reach))
-    moving = nbytes / (hardware.memory_rate * reach.of(hardware.memory_reach))
+    span = hardware.attention_reach if kernel.attention else hardware.matmul_reach
+    computing = kernel.flops / (hardware.flops * reach.of(span))
+    moving = kernel.nbytes / (hardware.memory_rate * reach.of(hardware.memory_reach))
     return max(computing, moving, SMALLEST_KERNEL_SECONDS)
 
 

@@ -39,3 +39,8 @@ def _attention_flops(args: tuple[Any, ...], kwargs: Mapping[str, Any], products:
 
 def _argument(args: tuple[Any, ...], position: int) -> Any:
     return args[position] if len(args) > position else False
+
+
+def is_attention(func: Any) -> bool:
+    """Say whether an operation is a fused attention kernel."""
+    return "_attention" in getattr(func, "__name__", "")

@@ -32,6 +32,9 @@ class Workload:
     optimizer: str = "adamw"
     mixed_precision: str = "bf16"  # Accelerate's: no, fp16 or bf16
     clip: bool = True
+    accelerate: bool = (
+        True  # autocast around the model, small parameters in their own dtype; False: `shard_model` alone
+    )
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -110,12 +113,14 @@ class Planner:
         """
         config = self._resolved(config)
         mesh = mesh_of(config, self.hardware)
-        planned = plan_model(self.model, config, mesh.shard)
-        moves = self._rehearse(planned, config, mesh)
+        planned = plan_model(self.model, config, mesh.shard, cast_small=not self.workload.accelerate)
+        peer = self._uses_peer_copies(config, mesh)
+        moves = self._rehearse(planned, config, mesh, peer)
         optimizer = OPTIMIZERS[self.workload.optimizer]
         memory = memory_of(planned, moves, optimizer, inputs=self.workload.batch.nbytes)
         middle, best, worst = (
-            simulate(moves, mesh, self.hardware, optimizer, reach) for reach in (Reach.MIDDLE, Reach.BEST, Reach.WORST)
+            simulate(moves, mesh, self.hardware, optimizer, reach, peer=peer)
+            for reach in (Reach.MIDDLE, Reach.BEST, Reach.WORST)
         )
         tokens = self.workload.batch.tokens * self.workload.micro_batches * self.hardware.gpus
         store = sum(lane.used_numel * lane.store_nbytes for lane in planned.lanes)
@@ -141,12 +146,14 @@ class Planner:
             return config.replace(precision={"param_dtype": dtype})
         return config
 
-    def _rehearse(self, planned: PlannedModel, config: ShardConfig, mesh: MeshSizes) -> Sequence[Move]:
+    def _uses_peer_copies(self, config: ShardConfig, mesh: MeshSizes) -> bool:
+        """Follow `make_peer_copies` in runtime/peer.py, on GPUs that reach each other's memory."""
+        return config.communication.transport is not Transport.NCCL and mesh.shard > 1 and self.hardware.nodes == 1
+
+    def _rehearse(self, planned: PlannedModel, config: ShardConfig, mesh: MeshSizes, peer: bool) -> Sequence[Move]:
         visits = self.trace(planned, config).visits
-        wanted = config.communication.transport is not Transport.NCCL
-        peer = wanted and mesh.shard > 1 and self.hardware.nodes == 1
-        rehearsal = Rehearsal(planned, config, mesh, visits, self.workload.micro_batches, self.workload.clip, peer=peer)
-        return rehearsal.settled()
+        steps, clip = self.workload.micro_batches, self.workload.clip
+        return Rehearsal(planned, config, mesh, visits, steps, clip, peer=peer).settled()
 
     def trace(self, planned: PlannedModel, config: ShardConfig) -> Trace:
         """Return the fake run for `config`; one serves all configurations that compute alike."""
@@ -154,11 +161,11 @@ class Planner:
         key = (config.wrap, config.activation_checkpointing, dtype, config.persist_below)
         if key not in self._traces:
             model = copy.deepcopy(self.model)
-            _cast_parameters(model, dtype, config.persist_below)
+            _cast_parameters(model, dtype, config.persist_below if self.workload.accelerate else 0)
             modules = dict(model.named_modules())
             names = {id(module): name for name, module in self.model.named_modules()}
             units = [modules[names[id(module)]] for module in planned.modules]
-            autocast = dtype if dtype.itemsize == 2 else None
+            autocast = dtype if dtype.itemsize == 2 and self.workload.accelerate else None
             self._traces[key] = trace(
                 model,
                 units,

@@ -326,11 +326,12 @@ class Rehearsal:
             self._held[Kind.GRADIENT] -= planned.master_nbytes
         if not lane.arriving and not lane.lent:
             lane.lent = reduce_next and self.peer and unit is not self._root and not planned.placement.whole
-            if lane.lent:
-                self._move(Does.JOIN, unit)  # the arena is free when the last reduction has read it
-            else:
+            if not lane.lent:
                 lane.arriving = planned.numel * width
                 self._held[_arriving_kind(planned)] += lane.arriving
+        if reduce_next and not planned.direct and not lane.gradient:
+            lane.gradient = True
+            self._held[Kind.GRADIENT] += planned.master_nbytes
         self._move(Does.COPY, unit, nbytes=_leaf_nbytes(planned) + planned.numel * width)
 
     def _reduce(self, unit: _Unit) -> None:
@@ -359,9 +360,6 @@ class Rehearsal:
         if not planned.direct:
             self._held[_arriving_kind(planned)] -= lane.arriving
             lane.arriving, lane.lent = 0, False
-            if not lane.gradient:
-                lane.gradient = True
-                self._held[Kind.GRADIENT] += planned.master_nbytes
         if planned.placement.whole:
             calls = [Collective("all_reduce", "world", nbytes)]
         else:

@@ -39,10 +39,20 @@ def group_of(axis: str, mesh: MeshSizes, hardware: Hardware) -> Group:
 
 
 def simulate(
-    moves: Sequence[Move], mesh: MeshSizes, hardware: Hardware, optimizer: Optimizer, reach: Reach = Reach.MIDDLE
+    moves: Sequence[Move],
+    mesh: MeshSizes,
+    hardware: Hardware,
+    optimizer: Optimizer,
+    reach: Reach = Reach.MIDDLE,
+    *,
+    peer: bool = False,
 ) -> Timing:
-    """Time a step in the middle of a run: the moves are played three times, and the last is measured."""
-    clocks = _Clocks(mesh, hardware, optimizer, reach)
+    """Time a step in the middle of a run: the moves are played three times, and the last is measured.
+
+    With `peer` the shard axis moves by copy engines, which leave the multiprocessors to the model; NCCL's kernels slow
+    those that run beside them.
+    """
+    clocks = _Clocks(mesh, hardware, optimizer, reach, peer)
     for _ in range(2):
         clocks.play(moves)
     before = clocks.snapshot()
@@ -59,6 +69,7 @@ class _Clocks:
     hardware: Hardware
     optimizer: Optimizer
     reach: Reach
+    peer: bool
     host: float = 0.0
     compute: float = 0.0
     wire: float = 0.0
@@ -69,10 +80,14 @@ class _Clocks:
     exposed: float = 0.0
     starved: float = 0.0
     sent: float = 0.0
+    dragging: float = 0.0  # seconds of NCCL's kernels that compute has not been slowed for
     _visits: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def play(self, moves: Sequence[Move]) -> None:
+        """Let the clocks run through `moves`."""
         for move in moves:
+            if move.does in (Does.GATHER, Does.USE, Does.REDUCE):
+                self.host += self.reach.of(self.hardware.unit_call)
             self._acts[move.does](self, move)
 
     def snapshot(self) -> dict[str, float]:
@@ -89,15 +104,20 @@ class _Clocks:
         """Put collectives on the wire; return when the last one is over."""
         end = start
         for call in calls:
-            self.host += self.hardware.kernel_seconds
-            once = ring_seconds(
-                call.whole_nbytes, group_of(call.axis, self.mesh, self.hardware), self.hardware, self.reach
-            )
-            seconds = 2 * once if call.name == "all_reduce" else once
+            self.host += self.reach.of(self.hardware.forward_call)
+            seconds = self._seconds(call)
             end = max(end, self.wire) + seconds
             self.wire = end
             self.sent += seconds
         return end
+
+    def _seconds(self, call: Collective) -> float:
+        group = group_of(call.axis, self.mesh, self.hardware)
+        peer = self.peer and call.axis == "shard"
+        once = ring_seconds(call.whole_nbytes, group, self.hardware, self.reach, peer=peer)
+        seconds = 2 * once if call.name == "all_reduce" else once
+        self.dragging += 0.0 if peer else seconds
+        return seconds
 
     def _issue(self) -> float:
         """Return when a stream that waits for compute can begin."""
@@ -121,6 +141,9 @@ class _Clocks:
     def _run(self, move: Move) -> None:
         assert move.visit is not None
         device, host = self._visit_seconds(move.visit)
+        slowed = min(self.dragging, device)
+        self.dragging -= slowed
+        device += slowed * self.hardware.nccl_drag
         begin = max(self.compute, self.host)
         self.starved += max(0.0, self.host - self.compute)
         self.host += host
@@ -132,10 +155,10 @@ class _Clocks:
         known = self._visits.get(id(visit))
         if known is None:
             seconds = sum(
-                count * kernel_seconds(kernel.flops, kernel.nbytes, self.hardware, self.reach)
-                for kernel, count in visit.kernels.items()
+                count * kernel_seconds(kernel, self.hardware, self.reach) for kernel, count in visit.kernels.items()
             )
-            known = self._visits[id(visit)] = (seconds, visit.calls * self.hardware.kernel_seconds)
+            call = self.reach.of(self.hardware.backward_call if visit.backward else self.hardware.forward_call)
+            known = self._visits[id(visit)] = (seconds, visit.calls * call)
         return known
 
     def _copy(self, move: Move) -> None:
@@ -147,6 +170,7 @@ class _Clocks:
     def _join(self, move: Move) -> None:
         self._wait(max(self.reduced, default=0.0))
         self.reduced.clear()
+        self.dragging = 0.0  # what is over slows nothing
 
     def _step(self, move: Move) -> None:
         seconds = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)

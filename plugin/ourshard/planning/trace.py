@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ourshard.planning.autocast import CudaAutocast
-from ourshard.planning.operations import operation_flops
+from ourshard.planning.operations import is_attention, operation_flops
 
 _CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 # They make a storage and start no kernel.
@@ -37,10 +37,11 @@ _ALLOCATIONS = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like"
 
 
 class Kernel(NamedTuple):
-    """A kind of kernel: what one call computes and moves. `flops` is 0 for all but matrix products."""
+    """A kind of kernel: what one call computes and moves. `flops` is 0 for all but matrix products and attention."""
 
     flops: int
     nbytes: int
+    attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ class _Meter(TorchDispatchMode):
         if runs:
             inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             nbytes = sum(_nbytes(value) for value in (*inputs, *outputs))
-            self.open.kernels[Kernel(operation_flops(func, args, kwargs or {}, out), nbytes)] += 1
+            flops = operation_flops(func, args, kwargs or {}, out)
+            self.open.kernels[Kernel(flops, nbytes, is_attention(func))] += 1
         return out
 
     def _hold(self, tensor: torch.Tensor) -> bool:
@@ -186,6 +188,10 @@ def trace(
         meter = _Meter(len(units))
         meter.ignore(model)
         model.train()
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "use_cache"):
+            # Without a cache transformers looks for packed sequences, and sees none of the values of fake tensors.
+            config.use_cache = True
         if activation_checkpointing:
             stack.enter_context(_recomputation(units, autocast))
         stack.enter_context(_boundaries(model, units, meter))

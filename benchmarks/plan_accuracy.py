@@ -1,0 +1,102 @@
+"""Compare what `ourshard plan` predicts with what `run_one.py` measured. Needs no GPU.
+
+python benchmarks/plan_accuracy.py RESULTS.jsonl ...
+
+Each line of the files is a result of `run_one.py`; those of ourshard's engines are compared, the others passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ourshard.config import ShardConfig
+from ourshard.planning.hardware import GIB, hardware_of
+from ourshard.planning.model import make_batch
+from ourshard.planning.plan import Planner, Row, Workload
+from works import WORKS
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "ourshard1": {"stage": 1},
+    "ourshard2": {"stage": 2},
+    "ourshard3": {"stage": 3},
+    "ourshard1-bf16": {"stage": 1, "reduce": "bfloat16"},
+    "ourshard2-bf16": {"stage": 2, "reduce": "bfloat16"},
+    "ourshard3-bf16": {"stage": 3, "reduce": "bfloat16"},
+    "ourshard1-nccl": {"stage": 1, "communication": {"transport": "nccl"}},
+    "ourshard3-nccl": {"stage": 3, "communication": {"transport": "nccl"}},
+    "ourshard3-keep": {"stage": 3, "reshard_after_forward": False},
+}
+CARDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One measured run beside its prediction."""
+
+    measured: dict[str, Any]
+    predicted: Row
+
+    @property
+    def time_error(self) -> float:
+        return self.predicted.timing.total * 1e3 / self.measured["step_ms"] - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted.memory.peak / GIB / self.measured["peak_gib"] - 1
+
+
+def results(paths: list[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the measured runs that can be predicted."""
+    for path in paths:
+        for line in path.read_text().splitlines():
+            result = json.loads(line)
+            if result.get("engine") in CONFIGS and result.get("work") in WORKS and result.get("card") in CARDS:
+                yield result
+
+
+@functools.cache
+def planner(work_name: str, card: str, world: int) -> Planner:
+    """Return the planner of one work: `shard_model` without Accelerate, AdamW, clipping."""
+    work = WORKS[work_name]
+    with torch.device("meta"):
+        model = work.build()
+    workload = Workload(make_batch(model, work.batch, work.seq), accelerate=False)
+    return Planner(model, workload, hardware_of(CARDS[card], world))
+
+
+def predict(result: dict[str, Any]) -> Row:
+    """Predict one run."""
+    values = dict(CONFIGS[result["engine"]])
+    precision = {"param_dtype": "bfloat16", "reduce_dtype": values.pop("reduce", "float32")}
+    recomputed = WORKS[result["work"]].checkpoint
+    config = ShardConfig.from_dict({**values, "precision": precision, "activation_checkpointing": recomputed})
+    return planner(result["work"], result["card"], result["world"]).row(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+")
+    options = parser.parse_args()
+    print("| card | work | engine | step ms | predicted | error | peak GiB | predicted | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for result in results(options.results):
+        seen = Comparison(result, predict(result))
+        best, worst = (1e3 * seconds for seconds in seen.predicted.seconds)
+        print(
+            f"| {CARDS[result['card']]} x {result['world']} | {result['work']} | {result['engine']} "
+            f"| {result['step_ms']:.1f} | {seen.predicted.timing.total * 1e3:.1f} ({best:.1f} to {worst:.1f}) "
+            f"| {seen.time_error:+.1%} | {result['peak_gib']:.2f} | {seen.predicted.memory.peak / GIB:.2f} "
+            f"| {seen.memory_error:+.1%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
