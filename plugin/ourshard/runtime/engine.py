@@ -34,8 +34,27 @@ from ourshard.runtime.unit import Unit
 
 logger = logging.getLogger("ourshard")
 
-# Every engine of this process; the global optimizer hooks ask them.
-ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+class _Engines:
+    """The live engines of this process in the order in which they were made.
+
+    A set has another order on each rank, and collectives over several engines would not pair.
+    """
+
+    def __init__(self) -> None:
+        self._by_order: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+
+    def add(self, engine: Engine) -> None:
+        self._by_order[engine.order] = engine
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter([engine for _, engine in sorted(self._by_order.items())])
+
+    def __len__(self) -> int:
+        return len(self._by_order)
+
+
+ENGINES = _Engines()  # the global optimizer hooks ask them
 _ORDER = itertools.count()
 
 
@@ -157,7 +176,7 @@ class Engine:
                 f"the first forward after {self.writes} parameters were written (copy_, load_state_dict)"
             )
             self.writes = 0
-            self._bring_in_unsharded()
+        self._bring_in_unsharded()
         for lane in self.lanes():
             if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
                 lane.stale = True
@@ -298,8 +317,10 @@ class Engine:
 
     def keep_until_reduced(self, buffers: list[Any], event: Any) -> None:
         """Keep buffers alive that the reduce stream reads; at most two units' worth, as prefetch does with slots."""
+        if event is None:
+            return
         self._reducing.append((buffers, event))
-        while len(self._reducing) > (2 if event is not None else 1):
+        while len(self._reducing) > 2:
             _, passed = self._reducing.pop(0)
             self.streams.wait(passed)
 
@@ -361,7 +382,10 @@ class Engine:
         self._bring_in_unsharded()
 
     def _bring_in_unsharded(self) -> None:
-        """Start to bring in what stays whole, where it does not show the masters; in one order on all ranks."""
+        """Start to bring in what stays whole, where it does not show the masters.
+
+        These gathers are in no record, and a rank may skip units: therefore all at once, before any of them is used.
+        """
         for unit in (*self.rooted, *self.units):
             if not unit.sharded:
                 unit.issue_gather()
