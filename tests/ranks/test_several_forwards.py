@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.nets import WIDTH, Block, square_loss
+from tests.ranks.nets import Block, square_loss
 from tests.ranks.pairs import joined, pair, part
 from tests.ranks.training import STAGES, VARIANTS, momentum, with_each
 

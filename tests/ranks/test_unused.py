@@ -1,0 +1,179 @@
+"""D01, D03: parameters and branches that some ranks, or all, do not use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks.nets import WIDTH, Block
+from tests.ranks.pairs import joined, pair, part
+from tests.ranks.training import STAGES, VARIANTS, adamw, momentum, with_each
+
+pytestmark = pytest.mark.ranks
+
+CONFIGS = {**STAGES, **with_each(STAGES, "small", persist_below=0), "whole": VARIANTS["whole until backward"]}
+EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+class Tower(nn.Module):
+    """A trunk with a branch (a vision tower) that runs for rows that have a picture, and a parameter nobody uses."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.ModuleList([Block(), Block()])
+        self.trunk = nn.ModuleList([Block(), Block()])
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.tower.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
+        if pictures.any():
+            seen = x
+            for block in self.tower:
+                seen = block(seen)
+            x = torch.where(pictures[:, None], seen, x)
+        for block in self.trunk:
+            x = block(x)
+        return self.head(x)
+
+
+def frozen_tower() -> Tower:
+    return Tower(frozen=True)
+
+
+def skip_a_tower(config: dict[str, Any], make: Any, wants: list[list[int]]) -> None:
+    """Step k: the ranks in `wants[k]` have pictures. The plain model sees all rows at once."""
+    both = pair({**config, "wrap": {"classes": ["Block"]}}, make, momentum)
+    world = dist.get_world_size()
+    for step, ranks_with in enumerate(wants):
+        rows = joined(step)
+        pictures = torch.zeros(len(rows), dtype=torch.bool)
+        for rank in ranks_with:
+            pictures.chunk(world)[rank][:] = True
+        both.zero_grad()
+        (both.plain(rows, pictures) - rows).square().mean().backward()
+        (both.sharded(part(rows), part(pictures)) - part(rows)).square().mean().backward()
+        both.assert_same_gradients()
+        both.step()
+    both.assert_same()
+
+
+@EVERY
+@pytest.mark.parametrize("make", [Tower, frozen_tower], ids=["trainable", "frozen"])
+def test_a_branch_that_some_ranks_skip_then_all_then_none(ranks, config, make):
+    """D03, from the first step: rank 0 alone, nobody, all, rank 1 alone. A branch nobody uses has no gradient."""
+    ranks(2)(skip_a_tower, config, make, [[0], [], [0, 1], [1], [], [0]])
+
+
+@EVERY
+def test_a_branch_that_comes_to_life_later_on_all_ranks(ranks, config):
+    ranks(2)(skip_a_tower, config, Tower, [[], [], [0, 1], [0, 1], []])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_branch_that_comes_to_life_on_one_rank_works_up_to_stage_2(ranks, stage):
+    ranks(2)(skip_a_tower, {"stage": stage, "persist_below": 0}, Tower, [[], [], [1], [0], [0, 1]])
+
+
+def test_a_branch_that_comes_to_life_on_one_rank_at_stage_3_is_an_error_that_names_it(ranks):
+    """D03: a gather that the record does not have can't be joined; all ranks hear who is where, in seconds."""
+    result = ranks(2, fresh=True)(skip_a_tower, {"stage": 3, "persist_below": 0}, Tower, [[], [], [1]], timeout=60)
+    assert all(code != 0 for code in result.exitcodes)
+    assert "gather unit 0 (tower.0)" in result.stderr[1]
+    assert "DesyncError" in result.stderr[1]
+    assert result.seconds < 45
+
+
+class Experts(nn.Module):
+    """Four experts of which each row uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = choice == number
+            if mine.any():
+                out[mine] = expert(x[mine])
+        return x + out
+
+
+class Mixture(nn.Module):
+    """Two layers of experts between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Experts(), Experts()])
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.checkpointing: bool | None = None  # None: no; else `use_reentrant`
+
+    def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.first(x)
+        for layer in self.layers:
+            if self.checkpointing is None:
+                x = layer(x, choice)
+            else:
+                x = checkpoint(layer, x, choice, use_reentrant=self.checkpointing)
+        return self.last(x)
+
+
+def route(config: dict[str, Any], checkpointing: bool | None, wrap: str) -> None:
+    both = pair({**config, "wrap": {"classes": [wrap]}} if wrap else config, Mixture, adamw)
+    both.plain.checkpointing = both.sharded.checkpointing = checkpointing
+    for step in range(5):
+        rows = joined(step)
+        # Rank 0 uses experts 0 and 1, rank 1 the others; in odd steps experts 1 and 3 get nothing anywhere.
+        choice = torch.tensor([0, 0, 2, 2] if step % 2 else [0, 1, 2, 3])
+        both.zero_grad()
+        for model, x, c in ((both.plain, rows, choice), (both.sharded, part(rows), part(choice))):
+            (model(x, c) - x).square().mean().backward()
+        both.assert_same_gradients()
+        both.step()
+    both.assert_same()
+
+
+@EVERY
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_experts_that_ranks_skip_give_the_gradients_of_one_process(ranks, config, checkpointing):
+    """D01, with no config: the unit is the layer, since a list of experts is passed over."""
+    ranks(2)(route, config, checkpointing, "")
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_as_units_of_their_own_that_ranks_skip(ranks, stage, checkpointing):
+    """D01 at its hardest: each expert is gathered alone, and the first step already differs between ranks."""
+    ranks(2)(route, {"stage": stage, "persist_below": 0}, checkpointing, "Block")
+
+
+def joined_gathers_do_not_pile_up() -> list[int]:
+    """Return peak slot bytes: all experts used by every rank, then only one of them."""
+    from ourshard import engine_of, shard_model
+
+    model = shard_model(Mixture(), {"stage": 3, "persist_below": 0, "wrap": {"classes": ["Block"]}, "ledger": True})
+    ledger = engine_of(model).ledger  # type: ignore[union-attr]
+    peaks = []
+    rows = torch.randn(4, WIDTH)
+    for step, choice in enumerate([[0, 1, 2, 3]] * 3 + [[0] * 4] * 2):
+        if step in (2, 4):
+            ledger.reset()
+        model(rows, torch.tensor(choice)).square().mean().backward()
+        if step in (2, 4):
+            peaks.append(ledger.peak["slot"])
+    return peaks
+
+
+def test_units_that_are_gathered_only_because_others_need_them_are_let_go_again(ranks):
+    for used, skipped in ranks(2)(joined_gathers_do_not_pile_up):
+        assert skipped <= 1.5 * used
