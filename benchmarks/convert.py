@@ -44,6 +44,7 @@ class Run:
 
     what: str
     seconds: float
+    cpu_seconds: float
     peak_nbytes: int
     source_nbytes: int
 
@@ -112,7 +113,7 @@ def measure(what: str, command: Sequence[str], source: Path) -> Run:
     if status != 0:
         raise RuntimeError(f"{what} failed: {' '.join(map(str, command))}")
     nbytes = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
-    return Run(what, seconds, usage.ru_maxrss * 1024, nbytes)
+    return Run(what, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, nbytes)
 
 
 def convert(src: Path, dst: Path, *options: str) -> list[str]:
@@ -130,20 +131,24 @@ def convert(src: Path, dst: Path, *options: str) -> list[str]:
     ]
 
 
-def show(title: str, runs: Sequence[Run]) -> None:
-    table = Table("what", "seconds", "rate", "peak memory", "of the copy", title=title)
-    copies = [run.source_nbytes / run.seconds for run in runs if run.what.startswith("copy")]
-    for run in runs:
-        rate = run.source_nbytes / run.seconds
-        share = f"{100 * rate * len(copies) / sum(copies):.0f}%" if copies else ""
-        table.add_row(run.what, f"{run.seconds:.1f}", f"{nbytes_text(rate)}/s", nbytes_text(run.peak_nbytes), share)
-    Console().print(table)
+def show(title: str, runs: Sequence[Run], copies: Sequence[Run | None]) -> None:
+    """Print a line for each run, and how its rate compares with the copy that was made right before it."""
+    table = Table("what", "seconds", "CPU seconds", "rate", "peak memory", "of the copy", title=title)
+    for run, copy in zip(runs, copies, strict=True):
+        table.add_row(
+            run.what,
+            f"{run.seconds:.1f}",
+            f"{run.cpu_seconds:.1f}",
+            f"{nbytes_text(run.source_nbytes / run.seconds)}/s",
+            nbytes_text(run.peak_nbytes),
+            f"{100 * copy.seconds / run.seconds:.0f}%" if copy else "",
+        )
+    Console(width=120).print(table)
 
 
-def own_runs(folder: Path, nbytes: int) -> list[Run]:
+def own_runs(folder: Path, nbytes: int, repeat: int) -> None:
     source = folder / "weights"
     make_weights(source, nbytes)
-    runs = []
     targets = {
         "to ourshard, 4 ranks": ("--to", "ourshard", "--world-size", "4"),
         "to safetensors, files of 2 GB": ("--to", "safetensors", "--max-shard-size", "2GB"),
@@ -152,17 +157,27 @@ def own_runs(folder: Path, nbytes: int) -> list[Run]:
         "to dcp": ("--to", "dcp"),
     }
     copy = [sys.executable, "-c", COPY, str(source), str(folder / "out")]
+    runs: list[Run] = []
+    copies: list[Run | None] = []
     for what, options in targets.items():
-        # A copy before each: the disk is shared, and its rate drifts.
-        for name, command in (("copy", copy), (what, convert(source, folder / "out", *options))):
-            runs.append(measure(name, command, source))
-            shutil.rmtree(folder / "out")
+        # A copy before each run, and the pair with the median ratio: the disk and the cores may be shared.
+        pairs = []
+        for _ in range(repeat):
+            made = []
+            for name, command in (("copy", copy), (what, convert(source, folder / "out", *options))):
+                made.append(measure(name, command, source))
+                shutil.rmtree(folder / "out")
+            pairs.append(made)
+        pairs.sort(key=lambda pair: pair[0].seconds / pair[1].seconds)
+        first, second = pairs[len(pairs) // 2]
+        runs += [first, second]
+        copies += [None, first]
     shutil.rmtree(source)
-    return runs
+    show(f"{nbytes / 1e9:g} GB of fp32 weights, --memory 1GiB, median of {repeat}", runs, copies)
 
 
-def peer_runs(folder: Path, nbytes: int, deepspeed_python: str | None) -> list[Run]:
-    runs = []
+def peer_runs(folder: Path, nbytes: int, deepspeed_python: str | None) -> None:
+    runs: list[Run] = []
     make_weights(folder / "weights", nbytes)
     measure("dcp", convert(folder / "weights", folder / "pytorch_model_fsdp_0", "--to", "dcp"), folder / "weights")
     shutil.rmtree(folder / "weights")
@@ -191,13 +206,14 @@ def peer_runs(folder: Path, nbytes: int, deepspeed_python: str | None) -> list[R
             runs.append(measure(name, command, zero))
             shutil.rmtree(folder / "out")
         shutil.rmtree(zero)
-    return runs
+    show(f"{nbytes / 1e9:g} GB of fp32 weights", runs, [None] * len(runs))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="an empty or new folder on the disk to measure")
     parser.add_argument("--gigabytes", type=float, default=6.0)
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--peer-gigabytes", type=float, default=1.0)
     parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed")
     arguments = parser.parse_args()
@@ -206,11 +222,9 @@ def main() -> None:
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty")
     if arguments.gigabytes:
-        runs = own_runs(folder, int(arguments.gigabytes * 1e9))
-        show(f"{arguments.gigabytes:g} GB of fp32 weights, --memory 1GiB", runs)
+        own_runs(folder, int(arguments.gigabytes * 1e9), arguments.repeat)
     if arguments.peer_gigabytes:
-        runs = peer_runs(folder, int(arguments.peer_gigabytes * 1e9), arguments.deepspeed_python)
-        show(f"{arguments.peer_gigabytes:g} GB of fp32 weights", runs)
+        peer_runs(folder, int(arguments.peer_gigabytes * 1e9), arguments.deepspeed_python)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import xxhash
 
 from .source import CheckpointError, TensorInfo
 
-HASH_BLOCK = 4 << 20
+HASH_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 
 from .source import BUFFER, PARAM, CheckpointError, Source, TensorKey
 
-BLOCK = 16 << 20  # bytes read at a time
+BLOCK = 2 << 20  # bytes read at a time; see MAX_BLOCK in workspace.py
 
 
 @dataclass(frozen=True, slots=True)
