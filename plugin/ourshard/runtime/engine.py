@@ -182,8 +182,9 @@ class Engine:
                 lane.stale = True
                 lane.fill()
         self._held_before = len(self._held)
-        title = f"{'with' if grad else 'without'} gradients, {self._root_state}"
-        self.schedule.begin(("forward", title), self.config.prefetch.forward)
+        if any(unit.sharded for unit in self.units):  # else it is local: a rank may evaluate alone, as under DDP
+            title = f"{'with' if grad else 'without'} gradients, {self._root_state}"
+            self.schedule.begin(("forward", title), self.config.prefetch.forward)
 
     @property
     def _root_state(self) -> str:
