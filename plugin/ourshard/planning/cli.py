@@ -17,7 +17,7 @@ from ourshard.flags.sources import resolve
 from ourshard.flags.translate import compose
 from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
-from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, scaling
+from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, scaling
 from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
 
 app = typer.Typer(add_completion=False)
@@ -65,7 +65,8 @@ def plan(
         if plot is not None:
             plot_memory(rows, hardware, plot)
         if curve is not None:
-            plot_scaling({row.name: scaling(planner, row.config, _counts(hardware)) for row in _curves(rows)}, curve)
+            counts = _counts(hardware)
+            plot_scaling({describe(config): scaling(planner, config, counts) for config in _curves(start)}, curve)
         if output is not None:
             _write(output, chosen, hardware, mixed_precision)
     except ValueError as error:
@@ -111,9 +112,10 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
         console.print(f"* the cheapest that fits: {chosen.name}")
 
 
-def _curves(rows: list[Row]) -> list[Row]:
-    """Return the rows to draw over the number of GPUs: all stages without recomputation."""
-    return [row for row in rows if not row.config.activation_checkpointing and row.config.reshard_after_forward]
+def _curves(base: ShardConfig) -> list[ShardConfig]:
+    """Return what to draw over the number of GPUs: each stage, and stage 3 with a copy in each node."""
+    stages = [base.replace(stage=stage, shard_size=None) for stage in (0, 1, 2, 3)]
+    return [*stages, base.replace(stage=3, shard_size="node")]
 
 
 def _counts(hardware: Hardware) -> list[int]:

@@ -6,6 +6,7 @@ fake run (`trace.py`); what is left is here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,10 +15,11 @@ from ourshard.planning.hardware import Hardware, Span
 from ourshard.planning.trace import Kernel
 from ourshard.planning.wire import ring_nbytes
 
-# Latencies of NCCL's own cost model for the ring algorithm and the Simple protocol (NCCL 2.27, src/graph/tuning.cc,
-# `baseLatencies` and `hwLatencies`): once a collective, and for each step that stays in a node or leaves it.
+# Latencies of NCCL's own cost model for the Simple protocol (src/graph/tuning.cc, `baseLatencies` and `hwLatencies`):
+# once a collective, and for each step of a ring or a tree that stays in a node or leaves it.
 BASE_SECONDS = 8.4e-6
 LINK_STEP_SECONDS = 3.4e-6
+TREE_LINK_STEP_SECONDS = 4.0e-6
 NETWORK_STEP_SECONDS = 14.0e-6
 
 # A kernel that moves next to nothing still takes this long on the device (launch and drain).
@@ -49,7 +51,7 @@ class Group:
 
 
 def ring_seconds(whole_nbytes: int, group: Group, hardware: Hardware, reach: Reach, *, peer: bool = False) -> float:
-    """Return the time of an all-gather or reduce-scatter of `whole_nbytes`; an all-reduce takes two.
+    """Return the time of an all-gather or reduce-scatter of `whole_nbytes`.
 
     A ring passes b (n - 1) / n bytes over each link (Thakur et al., 2005). NCCL lays one ring through each network card
     of a node, so that a link between nodes carries the part of one of the `per_node` ranks. The slower kind of link
@@ -66,6 +68,22 @@ def ring_seconds(whole_nbytes: int, group: Group, hardware: Hardware, reach: Rea
     inner_steps = group.ranks - 1 - outer_steps
     latency = BASE_SECONDS + inner_steps * LINK_STEP_SECONDS + outer_steps * NETWORK_STEP_SECONDS
     return latency + max(inside, between if group.nodes > 1 else 0.0)
+
+
+def all_reduce_seconds(nbytes: int, group: Group, hardware: Hardware, reach: Reach) -> float:
+    """Return the time of an all-reduce: the better of two passes of a ring and of a double tree.
+
+    A tree's latency grows with the logarithm of the nodes (NCCL, src/graph/tuning.cc: twice, up and down); its links
+    carry each byte twice (Sanders et al., 2009, "Two-tree algorithms for full bandwidth broadcast, reduction, scan").
+    """
+    ring = 2 * ring_seconds(nbytes, group, hardware, reach)
+    if group.nodes == 1 or nbytes == 0:
+        return ring
+    reached = reach.of(hardware.nccl_reach)
+    inside = 2 * nbytes / (hardware.link_rate * reached) if group.per_node > 1 else 0.0
+    between = 2 * nbytes / group.per_node / (hardware.network_rate * reached)
+    up = (group.per_node - 1) * TREE_LINK_STEP_SECONDS + math.log2(group.nodes) * NETWORK_STEP_SECONDS
+    return min(ring, BASE_SECONDS + 2 * up + max(inside, between))
 
 
 def kernel_seconds(kernel: Kernel, hardware: Hardware, reach: Reach) -> float:

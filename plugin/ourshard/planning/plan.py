@@ -208,10 +208,15 @@ def traffic(moves: Sequence[Move], mesh: MeshSizes, hardware: Hardware) -> tuple
     return inside, between
 
 
+SAME = 0.99  # rows whose speed is this close are taken for equal: the prediction is not that sharp
+
+
 def cheapest(rows: Sequence[Row]) -> Row | None:
-    """Return the row that fits and trains the most tokens a second; of equals, the one that needs less memory."""
+    """Return the row that fits and trains the most tokens a second; of equals, the one that needs the least memory."""
     fitting = [row for row in rows if row.fits]
-    return max(fitting, key=lambda row: (row.tokens_per_second, -row.memory.peak), default=None)
+    fastest = max((row.tokens_per_second for row in fitting), default=0.0)
+    equals = [row for row in fitting if row.tokens_per_second >= SAME * fastest]
+    return min(equals, key=lambda row: row.memory.peak, default=None)
 
 
 def scaling(planner: Planner, config: ShardConfig, counts: Iterable[int]) -> Mapping[int, Row]:

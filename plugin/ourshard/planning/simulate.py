@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ourshard.planning.formulas import Group, Optimizer, Reach, copy_seconds, kernel_seconds, ring_seconds
+from ourshard.planning.formulas import (
+    Group,
+    Optimizer,
+    Reach,
+    all_reduce_seconds,
+    copy_seconds,
+    kernel_seconds,
+    ring_seconds,
+)
 from ourshard.planning.hardware import Hardware
 from ourshard.planning.rehearsal import Collective, Does, MeshSizes, Move
 from ourshard.planning.trace import Visit
@@ -113,9 +121,11 @@ class _Clocks:
 
     def _seconds(self, call: Collective) -> float:
         group = group_of(call.axis, self.mesh, self.hardware)
-        peer = self.peer and call.axis == "shard"
-        once = ring_seconds(call.whole_nbytes, group, self.hardware, self.reach, peer=peer)
-        seconds = 2 * once if call.name == "all_reduce" else once
+        peer = self.peer and call.axis == "shard" and call.name != "all_reduce"
+        if call.name == "all_reduce":
+            seconds = all_reduce_seconds(call.whole_nbytes, group, self.hardware, self.reach)
+        else:
+            seconds = ring_seconds(call.whole_nbytes, group, self.hardware, self.reach, peer=peer)
         self.dragging += 0.0 if peer else seconds
         return seconds
 
