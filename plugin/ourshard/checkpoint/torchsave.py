@@ -80,9 +80,12 @@ class TorchSaveSink(Sink):
         infos = [info for key, info in source.tensors.items() if key.kind in (PARAM, BUFFER)]
         files = split(infos, self.options.max_shard_size or MAX_SHARD_SIZE)
         names = file_names(len(files), MODEL)
-        for name, own in zip(names, files, strict=True):
+
+        def write_file(name: str, own: Sequence[TensorInfo]) -> None:
             archive = Archive(source)
             archive.write(workspace, name, _state_dict(source, archive, own))
+
+        workspace.map(lambda item: write_file(*item), zip(names, files, strict=True))
         if len(files) > 1:
             workspace.write_bytes(f"{MODEL}.index.json", index_of(names, files, source.description.ties))
         if source.description.param_groups:
