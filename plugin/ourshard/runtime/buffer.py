@@ -30,6 +30,11 @@ class Slot:
         if ledger is not None:
             ledger.hold(kind, self.nbytes)
 
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Say whether `tensor` is a view of this buffer."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+
     def allocate(self) -> None:
         """Take memory; the content is undefined."""
         if not self.allocated:

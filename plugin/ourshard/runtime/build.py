@@ -16,7 +16,8 @@ from torch import nn
 from ourshard.config import ShardConfig
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
-from ourshard.runtime.lane import Lane, LaneKey
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.lane_store import LaneKey
 from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayout, plan_unit
 from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger

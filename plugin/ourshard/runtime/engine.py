@@ -212,6 +212,11 @@ class Engine:
         else:
             self.reset()
 
+    def read_sync(self) -> None:
+        """Let the backward of a module that is called on its own sync as one of the whole model would."""
+        if self.outside_of_forward and torch.is_grad_enabled():
+            self.sync_backward = self.require_sync
+
     def open_door(self) -> None:
         """Make the root's parameters whole for a module that is called on its own."""
         for unit in self.rooted:

@@ -47,6 +47,11 @@ METADATA |= {_T.requires_grad.__set__}  # type: ignore[attr-defined]
 # These return a handle of another dtype (or the same): `model.to(dtype)` on a sharded model.
 _CASTS = {_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type}
 
+# These make a new tensor, and ask for shape, dtype and device alone.
+_LIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
+_LIKE |= {torch.rand_like, torch.randn_like, torch.randint_like}
+_LIKE |= {_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor}
+
 GET_DATA, SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-defined]
 
 _SAVING = {"__reduce_ex__", "__deepcopy__", "data_ptr", "untyped_storage", "storage", "numpy", "tolist", "__array__"}
@@ -72,7 +77,16 @@ class Resting:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         handle = _first_handle(args, kwargs)
+        if func in _LIKE:
+            return handle._new_like(func, args, kwargs)
         return handle._called(func, args, kwargs)
+
+    def _new_like(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a new tensor of which only the shape, dtype and device come from this one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            outline = torch.empty(tuple(self.shape), dtype=self.dtype, device="meta")  # type: ignore[attr-defined]
+            kwargs = {"device": self.device, **kwargs}  # type: ignore[attr-defined]
+            return func(outline, *args[1:], **kwargs)
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError(self._advice(getattr(func, "__name__", str(func))))

@@ -129,6 +129,7 @@ class UnitHooks:
             unit.recomputes += 1  # a reentrant checkpoint: this forward comes again, with gradient
         if not torch.is_grad_enabled() or recomputing:
             return None
+        unit.engine.read_sync()
         call = unit.open_call()
         found: list[torch.Tensor] = []
         collect_inputs((args, kwargs), found)
@@ -143,6 +144,7 @@ class UnitHooks:
         if unit.engine.gathered_depth:
             return
         has_backward = False
+        unit.hold_if_given_away(outputs)
         if torch.is_grad_enabled() and not unit.running:
             has_backward = hook_outputs(outputs, partial(unit.on_output_gradient, unit.entered.pop()))
         unit.after_forward(has_backward)
@@ -185,6 +187,7 @@ class DoorHooks:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         if self._engine.outside_of_forward:
+            self._engine.read_sync()
             self._engine.open_door()
 
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:

@@ -1,239 +1,45 @@
-"""A lane on this rank: its buffers, the parameters that live in it, and the gradients that pass through it.
+"""A lane on this rank: how gradients arrive in it, are reduced, and are shown to optimizers and users.
 
-Note [Buffers of a lane]
-------------------------
-full      whole parameters in compute dtype; leaves are views of it. Empty at rest where parameters are sharded.
-master    what the optimizer updates: this rank's shard, or the whole lane where masters are whole. For a frozen lane
-          it is the stored shard, in the dtype it was loaded in. Where the dtypes agree and parameters are whole, it is
-          a part of `full`, not a copy.
-arriving  whole gradients in reduce dtype: filled by backward, reduced, then empty (or kept, where gradients are whole
-          at rest or a sync is deferred).
-gradient  reduced gradients in master dtype, accumulated over micro-batches: the shard, or the whole lane.
-
-A lane is `direct` when the parameters that the user holds are the masters and the leaves at once: whole, one dtype.
-Such parameters are plain tensors with plain gradients, as under DDP.
+Its buffers are in `lane_store.py`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from ourshard.runtime.buffer import Slot
-from ourshard.runtime.handle import ShardGradient, become_handle, gradient_handle
+from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
-from ourshard.runtime.layout import LaneLayout, RowRange
+from ourshard.runtime.lane_store import LaneStore
+from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.peer import Reduction
-from ourshard.runtime.placement import At, Placement
+from ourshard.runtime.placement import At
 
 if TYPE_CHECKING:
     from ourshard.runtime.optim import Run
     from ourshard.runtime.unit import Unit
 
 
-@dataclass(frozen=True, slots=True)
-class LaneKey:
-    """What the tensors of one lane have in common."""
-
-    placement: Placement
-    store_dtype: torch.dtype  # of the master
-    compute_dtype: torch.dtype
-    trainable: bool
-
-
-class Lane:
-    """One lane of one unit: Note [Buffers of a lane]."""
+class Lane(LaneStore):
+    """One lane of one unit: the buffers, and the gradients that pass through."""
 
     def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter], reduce_dtype: torch.dtype) -> None:
-        key = layout.key
-        assert isinstance(key, LaneKey)
-        self.unit = unit
-        self.layout = layout
-        self.placement = key.placement
-        self.trainable = key.trainable
-        self.store_dtype = key.store_dtype
-        self.compute_dtype = key.compute_dtype
-        self.parameters = [parameters[tensor.index] for tensor in layout.tensors]
-        mesh = unit.engine.mesh
-        self.axis = mesh.shard
-        self.device = mesh.device
-        self.rank = mesh.world.rank
+        super().__init__(unit, layout, parameters)
         self.reduce_dtype = reduce_dtype
         self.whole_gradients = self.placement.grads is At.WHOLE
-        self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
-        self.stale = True  # `full` does not show the masters
         self.arriving: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None  # see `gradient`
         self._gradient_nbytes = 0  # as the ledger has them
         self.touched = [False] * len(self.parameters)  # this rank's backward gave a gradient, not dropped since
         self.valid = [False] * len(self.parameters)  # some rank's did; known once the ranks have told each other
         self._reduced_version = -1  # of `arriving`, where whole gradients stay in it
+        self._fresh = True  # `arriving` holds nothing yet
         self.is_lent = False  # `arriving` is a piece of the peers' arena
         self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
-        self._make_buffers()
-        self.leaves: list[nn.Parameter] = []
-        self.resting: list[nn.Parameter] = [p.tensor for p in self.parameters]
-
-    # ---- buffers -------------------------------------------------------------------------------------------
-
-    def _make_buffers(self) -> None:
-        ledger = self.unit.engine.ledger
-        numel, shard = self.layout.numel, self.layout.shard_numel
-        self.full = Slot(numel, self.compute_dtype, self.device, self._full_kind, ledger)
-        start = self.axis.rank * shard
-        self.segment = self.full.tensor[start : start + shard]
-        own = self.full.tensor if self.placement.master is At.WHOLE else self.segment
-        self.aliased = self.placement.params is At.WHOLE and self.store_dtype == self.compute_dtype
-        if self.aliased:
-            self.master = own
-        else:
-            self.master = torch.zeros(own.numel(), dtype=self.store_dtype, device=self.device)
-            if ledger is not None:
-                ledger.hold(Kind.MASTER, self.master.nbytes)
-        self.full.tensor.zero_()
-
-    @property
-    def _full_kind(self) -> Kind:
-        if self.placement.params is At.SHARD:
-            return Kind.SLOT
-        return Kind.MASTER if self.direct else Kind.FULL
-
-    def whole_view(self, buffer: torch.Tensor, position: int) -> torch.Tensor:
-        """Return the view of one parameter, whole shape, in a flat buffer of the whole lane."""
-        tensor = self.layout.tensors[position]
-        return buffer[tensor.offset : tensor.stop].view(self.parameters[position].shape)
-
-    def rows(self, position: int) -> RowRange:
-        """Return the rows of a parameter in this rank's master (all of them where masters are whole)."""
-        if self.placement.master is At.WHOLE:
-            tensor = self.layout.tensors[position]
-            return RowRange(0, tensor.rows, tensor.offset)
-        return self.layout.rows_on(position, self.axis.rank)
-
-    def rows_view(self, buffer: torch.Tensor, position: int) -> torch.Tensor:
-        """Return this rank's rows of one parameter in a flat buffer of master layout; shape (rows, ...).
-
-        Where a cut falls inside of rows (fused experts over many ranks), the shape is (pieces, elements of a piece).
-        """
-        rows, tensor = self.rows(position), self.layout.tensors[position]
-        flat = buffer[rows.offset : rows.offset + rows.numel(tensor.granule)]
-        shape = row_shape(self.parameters[position].shape, rows.rows)
-        return flat.view(shape if math.prod(shape) == flat.numel() else (rows.rows, tensor.granule))
-
-    def local_rows(self, position: int) -> torch.Tensor:
-        return self.rows_view(self.master, position)
-
-    def name_of(self, position: int) -> str:
-        return self.parameters[position].name
-
-    # ---- taking the model's parameters over ----------------------------------------------------------------
-
-    def load(self, whole: torch.Tensor) -> None:
-        """Fill the master from a flat buffer of the whole lane, any floating dtype."""
-        if self.placement.master is At.WHOLE:
-            self.master.copy_(whole)
-        else:
-            start = self.axis.rank * self.layout.shard_numel
-            self.master.copy_(whole[start : start + self.layout.shard_numel])
-        self.stale = True
-
-    def take_over(self) -> None:
-        """Make leaves; turn the user's parameters into handles, or into views of the masters where those are whole."""
-        for position, parameter in enumerate(self.parameters):
-            tensor = parameter.tensor
-            if self.direct:
-                tensor = _point(tensor, self.whole_view(self.full.tensor, position))
-                self.leaves.append(tensor)
-                continue
-            self.leaves.append(self._make_leaf(tensor, self.whole_view(self.full.tensor, position)))
-            if self.placement.whole:
-                _point(tensor, self.whole_view(self.master, position))
-            else:
-                become_handle(tensor, self, position)
-        if self.placement.params is At.SHARD:
-            self.full.free()
-
-    def _make_leaf(self, tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-        """Return the parameter that computes in place of `tensor`; keeps subclass, attributes and gradient hooks."""
-        leaf = torch.Tensor._make_subclass(type(tensor), view.new_empty(0), tensor.requires_grad)
-        leaf.__dict__.update(tensor.__dict__)
-        leaf.data = view
-        for hook in (getattr(tensor, "_backward_hooks", None) or {}).values():
-            leaf.register_hook(hook)
-        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            leaf.register_post_accumulate_grad_hook(hook)
-        assert isinstance(leaf, nn.Parameter)
-        return leaf
-
-    # ---- whole parameters ----------------------------------------------------------------------------------
-
-    def fill(self) -> None:
-        """Bring the whole parameters into `full` (on the current stream)."""
-        if self.placement.params is At.WHOLE and not self.stale:
-            return
-        self.stale = False
-        if self.direct:
-            return
-        if self.placement.whole:
-            self.full.tensor.copy_(self.master)
-            return
-        if not self.aliased:
-            self.segment.copy_(self.master)
-        self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
-
-    def gather_master(self) -> torch.Tensor:
-        """Return the whole lane in store dtype, exact. Collective where masters are shards."""
-        if self.placement.master is At.WHOLE:
-            return self.master
-        whole = torch.empty(self.layout.numel, dtype=self.store_dtype, device=self.device)
-        start = self.axis.rank * self.layout.shard_numel
-        segment = whole[start : start + self.layout.shard_numel]
-        segment.copy_(self.master)
-        self.unit.engine.collectives.all_gather(whole, segment, self.axis, self.unit.label)
-        return whole
-
-    def recast(self, dtype: torch.dtype) -> None:
-        """Compute in another dtype from now on, as `model.to(dtype)` asks. Masters keep theirs."""
-        if dtype == self.compute_dtype:
-            return
-        if self.aliased:
-            self.master = self.master.clone()
-            self.aliased = False
-            self._hold(Kind.MASTER, self.master)
-        self.full.free()
-        self.compute_dtype = dtype
-        self.full = Slot(self.layout.numel, dtype, self.device, self._full_kind, self.unit.engine.ledger)
-        start = self.axis.rank * self.layout.shard_numel
-        self.segment = self.full.tensor[start : start + self.layout.shard_numel]
-        for position, leaf in enumerate(self.leaves):
-            leaf.grad = None
-            leaf.data = self.whole_view(self.full.tensor, position)
-        self.stale = True
-        if self.placement.params is At.SHARD:
-            self.full.free()
-
-    def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
-        """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""
-        for handle, leaf in zip(self.resting, self.leaves, strict=True):
-            if leaf.requires_grad != handle.requires_grad:
-                leaf.requires_grad_(handle.requires_grad)
-        if self.trainable or not any(leaf.requires_grad for leaf in self.leaves):
-            return False
-        self.trainable = True
-        if self.store_dtype != master_dtype:
-            self._hold(Kind.MASTER, self.master, -1)
-            self.store_dtype = master_dtype
-            self.master = self.master.to(master_dtype)
-            self._hold(Kind.MASTER, self.master)
-        return True
 
     # ---- gradients -----------------------------------------------------------------------------------------
 
@@ -261,18 +67,29 @@ class Lane:
         assert self.arriving is not None
         return grad.data_ptr() == self.arriving.data_ptr() + self.layout.tensors[position].offset * grad.element_size()
 
-    def take_gradients(self, reduce_next: bool) -> None:
-        """Move the leaves' gradients into `arriving`, where they add up until the next reduction.
-
-        Gradients that wait for a later backward wait in master dtype, so that adding loses nothing.
-        """
+    def prepare(self, reduce_next: bool) -> None:
+        """Take the memory that `take_gradients` and `reduce` fill; on the compute stream, whose allocator owns it."""
         if self.direct:
-            self._take_direct()
+            if self.arriving is None:
+                self.arriving = torch.zeros(self.layout.numel, dtype=self.store_dtype, device=self.device)
+                self._hold(Kind.GRADIENT, self.arriving)
             return
         self._drop_released()
-        fresh = self.arriving is None
+        self._fresh = self.arriving is None
         if self.arriving is None:
             self.arriving = self._make_arriving(reduce_next)
+        if reduce_next:
+            self._open_gradient()
+
+    def take_gradients(self) -> list[torch.Tensor]:
+        """Move the leaves' gradients into `arriving`, where they add up until the next reduction.
+
+        Gradients that wait for a later backward wait in master dtype, so that adding loses nothing. Returns the
+        gradients that were read, for the caller to keep until this stream has passed.
+        """
+        if self.direct:
+            return self._take_direct()
+        assert self.arriving is not None
         views, grads, missing = [], [], []
         wholes = self._whole_views(self.arriving)
         for position, leaf in enumerate(self.leaves):
@@ -283,10 +100,11 @@ class Lane:
             grads.append(leaf.grad)
             self.touched[position] = True
             leaf.grad = None
-        if fresh:
+        if self._fresh:
             self._zero_gaps(self.arriving, missing)
         if views:
-            (torch._foreach_copy_ if fresh else torch._foreach_add_)(views, grads)
+            (torch._foreach_copy_ if self._fresh else torch._foreach_add_)(views, grads)
+        return grads
 
     def _whole_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return `whole_view` of every parameter; made once for a buffer that comes back, as the arena does."""
@@ -301,7 +119,7 @@ class Lane:
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
         peer = self.unit.engine.peer
         if reduce_next and peer is not None and not self.placement.whole:
-            lent = peer.lend(self.layout.numel, self.reduce_dtype)
+            lent = peer.lend(self.layout.numel, self.lent_dtype)
             if lent is not None:
                 self.is_lent = True
                 return lent
@@ -309,6 +127,17 @@ class Lane:
         buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self._hold(self._arriving_kind, buffer)
         return buffer
+
+    @property
+    def lent_dtype(self) -> torch.dtype:
+        """Return the dtype of gradients in the arena.
+
+        They have the precision of the compute dtype, and the peers' kernel adds in fp32, so moving them in the compute
+        dtype loses nothing, even where `reduce_dtype` is wider.
+        """
+        narrower = self.compute_dtype.itemsize < self.reduce_dtype.itemsize
+        again = self.unit.engine.mesh.replicate.size > 1  # the mean travels once more, over `replicate`
+        return self.compute_dtype if narrower and not again else self.reduce_dtype
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -337,11 +166,10 @@ class Lane:
     def _arriving_kind(self) -> Kind:
         return Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
 
-    def _take_direct(self) -> None:
-        """Make each `p.grad` a view of `arriving`, so that backward adds into it: whole gradients stay in place."""
-        if self.arriving is None:
-            self.arriving = torch.zeros(self.layout.numel, dtype=self.store_dtype, device=self.device)
-            self._hold(Kind.GRADIENT, self.arriving)
+    def _take_direct(self) -> list[torch.Tensor]:
+        """Make each `p.grad` a view of `arriving`, so that backward adds into it; return the tensors it replaces."""
+        assert self.arriving is not None
+        replaced = []
         for position, leaf in enumerate(self.leaves):
             view = self.whole_view(self.arriving, position)
             self.touched[position] = leaf.grad is not None
@@ -349,7 +177,9 @@ class Lane:
                 view.zero_()
             elif not self._is_in_place(position):
                 view.copy_(leaf.grad)
+                replaced.append(leaf.grad)
                 leaf.grad = view
+        return replaced
 
     def _zero_gaps(self, buffer: torch.Tensor, missing: list[int]) -> None:
         end = 0
@@ -362,11 +192,11 @@ class Lane:
         if end < self.layout.numel:
             buffer[end:].zero_()
 
-    def reduce(self, sync: bool) -> torch.Tensor | None:
+    def reduce(self, sync: bool) -> list[torch.Tensor]:
         """Reduce `arriving` over the mesh into `gradient`, on the current stream.
 
-        Mean over the shard axis always, over `replicate` when `sync`. Returns the buffer that the reduction read, for
-        the caller to keep until the stream has passed; None where it is the gradient at rest.
+        Mean over the shard axis always, over `replicate` when `sync`. Returns the buffers that the reduction read, for
+        the caller to keep until the stream has passed.
         """
         assert self.arriving is not None
         engine = self.unit.engine
@@ -376,25 +206,26 @@ class Lane:
             if buffer is not self.arriving:
                 self.arriving.copy_(buffer)
             self._reduced_version = self.arriving._version
-            return None if buffer is self.arriving else buffer
+            return [buffer]
         self._hold(self._arriving_kind, self.arriving, -1)
+        read = [self.arriving, buffer]
         self.arriving = None
         if self.placement.whole:
             engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
             self._accumulate(buffer, sync=False)
-            return buffer
+            return read
         start = self.axis.rank * self.layout.shard_numel
         segment = buffer[start : start + self.layout.shard_numel]
         engine.reducer.mean_scatter(segment, buffer, self.axis, self.unit.label)
         self._accumulate(segment, sync)
-        return buffer
+        return read
 
     def lent_reduction(self, sync: bool) -> Reduction:
         """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""
         assert self.arriving is not None
         if sync and self.unit.engine.mesh.replicate.size > 1:
             return Reduction(self.arriving, self._lent_segment(), add=False)
-        gradient, first = self._open_gradient(self.layout.shard_numel)
+        gradient, first = self._open_gradient()
         self.accumulated = True
         return Reduction(self.arriving, gradient, add=not first)
 
@@ -409,20 +240,20 @@ class Lane:
         self.arriving = None
         self.is_lent = False
 
-    def _open_gradient(self, numel: int) -> tuple[torch.Tensor, bool]:
+    def _open_gradient(self) -> tuple[torch.Tensor, bool]:
         """Return `gradient`, held, and whether nothing has been accumulated in it."""
         gradient = self.gradient
-        first = not self.accumulated or gradient is None
         if gradient is None:
-            gradient = torch.empty(numel, dtype=self.store_dtype, device=self.device)
+            gradient = torch.empty_like(self.master)
             self._hold_gradient(gradient.nbytes)
+            self.accumulated = False
         self._gradient = gradient
-        return gradient, first
+        return gradient, not self.accumulated
 
     def _accumulate(self, segment: torch.Tensor, sync: bool) -> None:
         """Add a reduced segment to `gradient`; when `sync`, make the sum the mean over `replicate`."""
         engine = self.unit.engine
-        gradient, first = self._open_gradient(segment.numel())
+        gradient, first = self._open_gradient()
         replicated = sync and engine.mesh.replicate.size > 1
         if replicated and first:
             engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
@@ -529,25 +360,3 @@ class Lane:
         if self.unit.engine.ledger is not None:
             self.unit.engine.ledger.hold(Kind.GRADIENT, nbytes - self._gradient_nbytes)
             self._gradient_nbytes = nbytes
-
-    def _hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
-        if self.unit.engine.ledger is not None:
-            self.unit.engine.ledger.hold(kind, sign * tensor.nbytes)
-
-
-def row_shape(shape: Iterable[int], rows: int) -> tuple[int, ...]:
-    """Return `shape` with its first dimension longer than 1 cut to `rows` and the ones before it dropped."""
-    rest = list(shape)
-    while rest and rest[0] == 1:
-        rest.pop(0)
-    return (rows, *rest[1:])
-
-
-def _point(tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-    """Make `tensor` show `view`, keeping its identity; also where it was on another device or on meta."""
-    if tensor.device != view.device:
-        twin = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
-        twin.__dict__.update(tensor.__dict__)
-        torch.utils.swap_tensors(tensor, twin)
-    tensor.data = view
-    return tensor

@@ -11,8 +11,9 @@ NCCL's kernels take multiprocessors from the model: beside an all-gather a bf16 
 * reduce: whole gradients are collected in a buffer that peers can map (the arena), all meet, each pulls its part from
   the others, all meet again, and one kernel adds the parts in fp32, scales and accumulates.
 
-The arena holds one unit. Compute waits for the last reduction before it fills the arena again. Units that do not fit
-(large embeddings and heads) go through NCCL. All ranks decide alike, from sizes alone.
+The arena holds one unit; it is filled and read on the reduce stream, so units follow each other without a wait on the
+compute stream. Units that do not fit (large embeddings and heads) go through NCCL. All ranks decide alike, from sizes
+alone.
 Memory that peers map is allocated outside of torch's caching allocator; the ledger counts it.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,6 @@ class PeerCopies:
         self._pulled = torch.empty(0, dtype=torch.uint8, device=device)
         self._turn = 0
         self._lent = 0  # bytes of the arena in use
-        self._reduced: Any = None  # event after the last reduction that read the arena
 
     def can_gather(self, segment: torch.Tensor) -> bool:
         return segment.nbytes <= self._staging_nbytes
@@ -75,13 +75,13 @@ class PeerCopies:
             target[peer * nbytes : (peer + 1) * nbytes].copy_(buffer[start : start + nbytes])
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a piece of the arena for whole gradients, or None if it does not fit. On the compute stream."""
+        """Return a piece of the arena for whole gradients, or None if it does not fit.
+
+        It is filled, read and given back on the reduce stream, in order; no other stream may touch it.
+        """
         nbytes = _aligned(numel * dtype.itemsize)
         if self._lent + nbytes > self._arena_nbytes:
             return None
-        if not self._lent and self._reduced is not None:
-            torch.cuda.current_stream().wait_event(self._reduced)
-            self._reduced = None
         start = self._arena_start + self._lent
         self._lent += nbytes
         return self._shared[start : start + numel * dtype.itemsize].view(dtype)
@@ -111,7 +111,6 @@ class PeerCopies:
             mean_into(piece.out, mine, pulled, size, add=piece.add)
         self._handle.barrier(channel=_REDUCE)
         self._lent = 0
-        self._reduced = torch.cuda.current_stream().record_event()
 
     def abandon(self) -> None:
         """End all loans after an exception."""
@@ -191,7 +190,7 @@ def _sizes(units: list[Unit]) -> tuple[int, int]:
         sharded = [lane for lane in unit.lanes if not lane.placement.whole]
         staging = max([staging, *(lane.layout.shard_numel * lane.compute_dtype.itemsize for lane in sharded)])
         arena = max(
-            arena, sum(_aligned(lane.layout.numel * lane.reduce_dtype.itemsize) for lane in sharded if lane.trainable)
+            arena, sum(_aligned(lane.layout.numel * lane.lent_dtype.itemsize) for lane in sharded if lane.trainable)
         )
     return staging, arena
 

@@ -17,13 +17,14 @@ backward: the root, and units whose parameters were read by others.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ourshard.runtime.hooks import hook_outputs
+from ourshard.runtime.hooks import hook_outputs, visit_tensors
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.layout import UnitLayout
@@ -203,6 +204,16 @@ class Unit:
         else:
             self.release()
 
+    def hold_if_given_away(self, outputs: Any) -> None:
+        """Stay whole until the end of backward where a module returned a parameter, or a view of one."""
+
+        def look(tensor: torch.Tensor) -> None:
+            if any(lane.full.contains(tensor) for lane in self.lanes):
+                self.engine.hold(self)
+
+        if self.sharded:
+            visit_tensors(outputs, look)
+
     def _more_to_come(self) -> bool:
         """Say whether other modules of a merged unit are still to run in this pass."""
         if self.engine.phase_is_backward or len(self.modules) < 2:
@@ -249,11 +260,12 @@ class Unit:
             self.release()
 
     @torch.no_grad()
-    def put_aside(self) -> None:
-        """Keep what arrived for a later backward, which will sync."""
+    def put_aside(self, but: Sequence[Lane] = ()) -> None:
+        """Keep what arrived for a later backward, which will sync, except in the lanes of `but`."""
         for lane in self.lanes:
-            if lane.trainable and any(leaf.grad is not None for leaf in lane.leaves):
-                lane.take_gradients(reduce_next=False)
+            if lane.trainable and lane not in but and any(leaf.grad is not None for leaf in lane.leaves):
+                lane.prepare(reduce_next=False)
+                lane.take_gradients()
 
     def close(self) -> None:
         """Forget the calls whose backward is over."""
@@ -310,19 +322,23 @@ class Unit:
         """Take what arrived, zeros where nothing did, and reduce the lanes whose turn it is."""
         engine = self.engine
         self.reduced = True
-        due = []
-        for lane in self.lanes:
-            if lane.trainable:
-                now = engine.lane_reduces_now(lane)
-                lane.take_gradients(reduce_next=now)
-                due += [lane] if now else []
+        due = [lane for lane in self.lanes if lane.trainable and engine.lane_reduces_now(lane)]
+        self.put_aside(but=due)
         if engine.ledger is not None:
             engine.ledger.reduces[self.label] += 1
+        for lane in due:
+            lane.prepare(reduce_next=True)
+        read: list[torch.Tensor] = []
         with engine.streams.reduce():
+            for lane in due:
+                read += lane.take_gradients()
             lent = [lane for lane in due if lane.is_lent]
             if lent:
                 engine.collectives.peer_reduce([lane.lent_reduction(engine.sync_backward) for lane in lent], self.label)
-                for lane in lent:
+            for lane in due:
+                if lane.is_lent:
                     lane.end_loan(engine.sync_backward)
-            buffers = [lane.reduce(engine.sync_backward) for lane in due if lane not in lent]
-            engine.keep_until_reduced(buffers, engine.streams.event())
+                else:
+                    read += lane.reduce(engine.sync_backward)
+            passed = engine.streams.event()
+        engine.keep_until_reduced(read, passed)  # not inside: it makes the compute stream wait

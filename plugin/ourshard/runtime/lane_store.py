@@ -1,0 +1,245 @@
+"""The buffers of a lane on this rank, and the parameters that live in them.
+
+Note [Buffers of a lane]
+------------------------
+full      whole parameters in compute dtype; leaves are views of it. Empty at rest where parameters are sharded.
+master    what the optimizer updates: this rank's shard, or the whole lane where masters are whole. For a frozen lane
+          it is the stored shard, in the dtype it was loaded in. Where the dtypes agree and parameters are whole, it is
+          a part of `full`, not a copy.
+arriving  whole gradients in reduce dtype: filled by backward, reduced, then empty (or kept, where gradients are whole
+          at rest or a sync is deferred).
+gradient  reduced gradients in master dtype, accumulated over micro-batches: the shard, or the whole lane.
+
+A lane is `direct` when the parameters that the user holds are the masters and the leaves at once: whole, one dtype.
+Such parameters are plain tensors with plain gradients, as under DDP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from ourshard.runtime.buffer import Slot
+from ourshard.runtime.handle import become_handle
+from ourshard.runtime.inventory import Parameter
+from ourshard.runtime.layout import LaneLayout, RowRange
+from ourshard.runtime.ledger import Kind
+from ourshard.runtime.placement import At, Placement
+
+if TYPE_CHECKING:
+    from ourshard.runtime.lane import Lane
+    from ourshard.runtime.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class LaneKey:
+    """What the tensors of one lane have in common."""
+
+    placement: Placement
+    store_dtype: torch.dtype  # of the master
+    compute_dtype: torch.dtype
+    trainable: bool
+
+
+class LaneStore:
+    """The buffers of one lane of one unit, and the parameters that live in them: Note [Buffers of a lane]."""
+
+    def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter]) -> None:
+        key = layout.key
+        assert isinstance(key, LaneKey)
+        self.unit = unit
+        self.layout = layout
+        self.placement = key.placement
+        self.trainable = key.trainable
+        self.store_dtype = key.store_dtype
+        self.compute_dtype = key.compute_dtype
+        self.parameters = [parameters[tensor.index] for tensor in layout.tensors]
+        mesh = unit.engine.mesh
+        self.axis = mesh.shard
+        self.device = mesh.device
+        self.rank = mesh.world.rank
+        self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
+        self.stale = True  # `full` does not show the masters
+        self._make_buffers()
+        self.leaves: list[nn.Parameter] = []
+        self.resting: list[nn.Parameter] = [p.tensor for p in self.parameters]
+
+    # ---- buffers -------------------------------------------------------------------------------------------
+
+    def _make_buffers(self) -> None:
+        ledger = self.unit.engine.ledger
+        numel, shard = self.layout.numel, self.layout.shard_numel
+        self.full = Slot(numel, self.compute_dtype, self.device, self._full_kind, ledger)
+        start = self.axis.rank * shard
+        self.segment = self.full.tensor[start : start + shard]
+        own = self.full.tensor if self.placement.master is At.WHOLE else self.segment
+        self.aliased = self.placement.params is At.WHOLE and self.store_dtype == self.compute_dtype
+        if self.aliased:
+            self.master = own
+        else:
+            self.master = torch.zeros(own.numel(), dtype=self.store_dtype, device=self.device)
+            if ledger is not None:
+                ledger.hold(Kind.MASTER, self.master.nbytes)
+        self.full.tensor.zero_()
+
+    @property
+    def _full_kind(self) -> Kind:
+        if self.placement.params is At.SHARD:
+            return Kind.SLOT
+        return Kind.MASTER if self.direct else Kind.FULL
+
+    def whole_view(self, buffer: torch.Tensor, position: int) -> torch.Tensor:
+        """Return the view of one parameter, whole shape, in a flat buffer of the whole lane."""
+        tensor = self.layout.tensors[position]
+        return buffer[tensor.offset : tensor.stop].view(self.parameters[position].shape)
+
+    def rows(self, position: int) -> RowRange:
+        """Return the rows of a parameter in this rank's master (all of them where masters are whole)."""
+        if self.placement.master is At.WHOLE:
+            tensor = self.layout.tensors[position]
+            return RowRange(0, tensor.rows, tensor.offset)
+        return self.layout.rows_on(position, self.axis.rank)
+
+    def rows_view(self, buffer: torch.Tensor, position: int) -> torch.Tensor:
+        """Return this rank's rows of one parameter in a flat buffer of master layout; shape (rows, ...).
+
+        Where a cut falls inside of rows (fused experts over many ranks), the shape is (pieces, elements of a piece).
+        """
+        rows, tensor = self.rows(position), self.layout.tensors[position]
+        flat = buffer[rows.offset : rows.offset + rows.numel(tensor.granule)]
+        shape = row_shape(self.parameters[position].shape, rows.rows)
+        return flat.view(shape if math.prod(shape) == flat.numel() else (rows.rows, tensor.granule))
+
+    def local_rows(self, position: int) -> torch.Tensor:
+        return self.rows_view(self.master, position)
+
+    def name_of(self, position: int) -> str:
+        return self.parameters[position].name
+
+    # ---- taking the model's parameters over ----------------------------------------------------------------
+
+    def load(self, whole: torch.Tensor) -> None:
+        """Fill the master from a flat buffer of the whole lane, any floating dtype."""
+        if self.placement.master is At.WHOLE:
+            self.master.copy_(whole)
+        else:
+            start = self.axis.rank * self.layout.shard_numel
+            self.master.copy_(whole[start : start + self.layout.shard_numel])
+        self.stale = True
+
+    def take_over(self) -> None:
+        """Make leaves; turn the user's parameters into handles, or into views of the masters where those are whole."""
+        for position, parameter in enumerate(self.parameters):
+            tensor = parameter.tensor
+            if self.direct:
+                tensor = _point(tensor, self.whole_view(self.full.tensor, position))
+                self.leaves.append(tensor)
+                continue
+            self.leaves.append(self._make_leaf(tensor, self.whole_view(self.full.tensor, position)))
+            if self.placement.whole:
+                _point(tensor, self.whole_view(self.master, position))
+            else:
+                become_handle(tensor, cast("Lane", self), position)
+        if self.placement.params is At.SHARD:
+            self.full.free()
+
+    def _make_leaf(self, tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+        """Return the parameter that computes in place of `tensor`; keeps subclass, attributes and gradient hooks."""
+        leaf = torch.Tensor._make_subclass(type(tensor), view.new_empty(0), tensor.requires_grad)
+        leaf.__dict__.update(tensor.__dict__)
+        leaf.data = view
+        for hook in (getattr(tensor, "_backward_hooks", None) or {}).values():
+            leaf.register_hook(hook)
+        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+            leaf.register_post_accumulate_grad_hook(hook)
+        assert isinstance(leaf, nn.Parameter)
+        return leaf
+
+    # ---- whole parameters ----------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Bring the whole parameters into `full` (on the current stream)."""
+        if self.placement.params is At.WHOLE and not self.stale:
+            return
+        self.stale = False
+        if self.direct:
+            return
+        if self.placement.whole:
+            self.full.tensor.copy_(self.master)
+            return
+        if not self.aliased:
+            self.segment.copy_(self.master)
+        self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
+
+    def gather_master(self) -> torch.Tensor:
+        """Return the whole lane in store dtype, exact. Collective where masters are shards."""
+        if self.placement.master is At.WHOLE:
+            return self.master
+        whole = torch.empty(self.layout.numel, dtype=self.store_dtype, device=self.device)
+        start = self.axis.rank * self.layout.shard_numel
+        segment = whole[start : start + self.layout.shard_numel]
+        segment.copy_(self.master)
+        self.unit.engine.collectives.all_gather(whole, segment, self.axis, self.unit.label)
+        return whole
+
+    def recast(self, dtype: torch.dtype) -> None:
+        """Compute in another dtype from now on, as `model.to(dtype)` asks. Masters keep theirs."""
+        if dtype == self.compute_dtype:
+            return
+        if self.aliased:
+            self.master = self.master.clone()
+            self.aliased = False
+            self._hold(Kind.MASTER, self.master)
+        self.full.free()
+        self.compute_dtype = dtype
+        self.full = Slot(self.layout.numel, dtype, self.device, self._full_kind, self.unit.engine.ledger)
+        start = self.axis.rank * self.layout.shard_numel
+        self.segment = self.full.tensor[start : start + self.layout.shard_numel]
+        for position, leaf in enumerate(self.leaves):
+            leaf.grad = None
+            leaf.data = self.whole_view(self.full.tensor, position)
+        self.stale = True
+        if self.placement.params is At.SHARD:
+            self.full.free()
+
+    def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
+        """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""
+        for handle, leaf in zip(self.resting, self.leaves, strict=True):
+            if leaf.requires_grad != handle.requires_grad:
+                leaf.requires_grad_(handle.requires_grad)
+        if self.trainable or not any(leaf.requires_grad for leaf in self.leaves):
+            return False
+        self.trainable = True
+        if self.store_dtype != master_dtype:
+            self._hold(Kind.MASTER, self.master, -1)
+            self.store_dtype = master_dtype
+            self.master = self.master.to(master_dtype)
+            self._hold(Kind.MASTER, self.master)
+        return True
+
+    def _hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
+        if self.unit.engine.ledger is not None:
+            self.unit.engine.ledger.hold(kind, sign * tensor.nbytes)
+
+
+def row_shape(shape: Iterable[int], rows: int) -> tuple[int, ...]:
+    """Return `shape` with its first dimension longer than 1 cut to `rows` and the ones before it dropped."""
+    rest = list(shape)
+    while rest and rest[0] == 1:
+        rest.pop(0)
+    return (rows, *rest[1:])
+
+
+def _point(tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    """Make `tensor` show `view`, keeping its identity; also where it was on another device or on meta."""
+    if tensor.device != view.device:
+        twin = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
+        twin.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, twin)
+    tensor.data = view
+    return tensor
