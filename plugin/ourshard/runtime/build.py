@@ -23,6 +23,7 @@ from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.placement import placement_of
+from ourshard.runtime.recompute import recompute_in_backward
 from ourshard.runtime.unit import Unit
 
 
@@ -40,6 +41,8 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
         unit.take_over()
     for tensor in model.parameters():
         materialize(tensor)  # those that ourshard was told to leave alone
+    if config.activation_checkpointing:
+        recompute_in_backward(model, [module for unit in engine.units for module in unit.modules])
     engine.find_peers()
     _share_buffers(model, engine)
     model._ourshard = engine  # type: ignore[assignment]
