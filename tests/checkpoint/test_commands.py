@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -234,3 +236,50 @@ def test_verify_as_json_names_the_file(ours: Path, capsys: pytest.CaptureFixture
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
     assert [finding["subject"] for finding in found["findings"]] == [f"optimizer/exp_avg/{shard.name}"]
+
+
+def test_ctrl_c_stops_a_conversion_within_seconds_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    tensors = {f"layer.{index}": torch.full((1 << 16,), float(index)) for index in range(32)}
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    command = [
+        "convert",
+        str(tmp_path / "in"),
+        str(tmp_path / "out"),
+        "--to",
+        "safetensors",
+        "--max-shard-size",
+        "300KB",
+    ]
+    slow = textwrap.dedent(
+        """
+        import sys, time
+        from ourshard import cli
+        from ourshard.checkpoint.safetensors_file import Layout
+        from ourshard.checkpoint.huggingface import FileTensor
+        read = FileTensor.read
+        def slowly(self, *rows, **options):
+            print("read", flush=True)
+            time.sleep(0.2)
+            return read(self, *rows, **options)
+        FileTensor.read = slowly
+        cli.main(sys.argv[1:])
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for _ in range(6):
+        assert process.stdout.readline() == "read\n"
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped" in shown
+    assert "Traceback" not in shown
+    assert not (tmp_path / "out").exists()
+    finished = {path.name for path in (tmp_path / ".out.converting").glob("*.safetensors")}
+    assert 1 <= len(finished) < 32
+    assert run(*command, "--quiet") == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 32
+    assert not list(tmp_path.glob(".out*"))

@@ -23,7 +23,7 @@ from .registry import writer, writer_names
 from .source import CheckpointError, detect
 from .verification import Verification, verify
 
-FAILED, USAGE = 1, 2
+FAILED, USAGE, STOPPED = 1, 2, 130
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
@@ -51,6 +51,9 @@ def _exit_codes() -> Iterator[None]:
         _fail(error, USAGE)
     except OSError as error:
         _fail(error, FAILED)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped")
+        raise typer.Exit(STOPPED) from None
 
 
 class _Bar:
@@ -108,8 +111,8 @@ What would be written, and what would be lost:
 
   ourshard convert checkpoint-500 model --to safetensors --dry-run
 
-[bold]Exit codes[/]: 0 written; 1 the checkpoint or the disk is at fault; 2 the command asks for what cannot be done.
-A conversion that was stopped goes on where it was when the same command is given again."""
+[bold]Exit codes[/]: 0 written; 1 the checkpoint or the disk is at fault; 2 the command asks for what cannot be done;
+130 stopped by Ctrl-C. A conversion that was stopped goes on where it was when the same command is given again."""
 
 
 def convert_command(

@@ -152,15 +152,15 @@ def convert(
     src, dst = Path(src), Path(dst)
     sink = writer(to)(options)
     began = time.monotonic()
-    with selection.of(detect(src)) as source:
+    with detect(src) as opened, selection.of(opened) as source:
         _check_place(src, dst, overwrite=overwrite)
         report = _plan(source, src, dst, sink)
         if not dry_run:
             budget = _budget(parse_size(memory))
-            _check_space(dst, report.nbytes)
+            temporary = dst.with_name(f".{dst.name}.converting")
+            _check_space(temporary, report.nbytes)
             if progress is not None:
                 progress.start(report.nbytes)
-            temporary = dst.with_name(f".{dst.name}.converting")
             with Workspace(
                 temporary,
                 _fingerprint(src, selection, to, options),
@@ -169,8 +169,7 @@ def convert(
                 io=io,
                 progress=None if progress is None else progress.advance,
             ) as workspace:
-                sink.write(source, workspace)
-                workspace.finish()
+                _fill(workspace, sink, source)
                 put_in_place(temporary, dst, replace=overwrite, io=io)
                 workspace.forget()
     return replace(report, seconds=time.monotonic() - began)
@@ -200,6 +199,16 @@ def _plan(source: Source, src: Path, dst: Path, sink: Sink) -> Report:
     )
 
 
+def _fill(workspace: Workspace, sink: Sink, source: Source) -> None:
+    """Write all; leave the folder for another run if it was stopped, but not if that would fail in the same way."""
+    try:
+        sink.write(source, workspace)
+        workspace.finish()
+    except ValueError:
+        workspace.discard()
+        raise
+
+
 def _check_place(src: Path, dst: Path, *, overwrite: bool) -> None:
     here, there = src.resolve(), dst.resolve()
     if here == there or here in there.parents or there in here.parents:
@@ -210,9 +219,10 @@ def _check_place(src: Path, dst: Path, *, overwrite: bool) -> None:
         raise ValueError(f"{dst} is a file: the result is a folder")
 
 
-def _check_space(dst: Path, nbytes: int) -> None:
-    folder = next(parent for parent in dst.resolve().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
+def _check_space(temporary: Path, nbytes: int) -> None:
+    """Raise OSError if the disk has no room for the result, of which a stopped run may have written a part."""
+    folder = next(parent for parent in temporary.resolve().parents if parent.exists())
+    free = shutil.disk_usage(folder).free + sum(size for _, size, _ in _files(temporary))
     if free < nbytes:
         raise OSError(f"{folder} has {free / 1e9:.1f} GB left, the result needs {nbytes / 1e9:.1f} GB")
 

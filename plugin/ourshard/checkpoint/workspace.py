@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import BinaryIO, TypeVar
 
 import xxhash
@@ -129,9 +129,9 @@ class Workspace:
         self._started: set[str] = set()
 
     @property
-    def written(self) -> dict[str, Written]:
+    def written(self) -> Mapping[str, Written]:
         """Return the finished files by name."""
-        return dict(self._finished)
+        return MappingProxyType(self._finished)
 
     def finished(self, name: str) -> bool:
         """Tell whether an earlier, stopped run has finished this file, so that it need not be written again."""
@@ -139,7 +139,7 @@ class Workspace:
 
     @contextmanager
     def create(self, name: str) -> Iterator[OutputStream]:
-        """Give a stream for a new file; flush and note it at the end of the block, remove it on an error."""
+        """Give a stream for a new file; flush and note it at the end of the block, unless that raises."""
         path = self._claim(name)
         with self.io.create(path) as file:
             stream = OutputStream(self.io, file)
@@ -149,7 +149,7 @@ class Workspace:
 
     @contextmanager
     def create_positioned(self, name: str, nbytes: int) -> Iterator[PositionedFile]:
-        """Give a new file of this length to be filled in any order; flush and note it at the end of the block."""
+        """Give a new file of this length to be filled in any order; flush and note it as `create` does."""
         path = self._claim(name)
         with self.io.create(path) as file:
             target = PositionedFile(self.io, file)
@@ -188,14 +188,14 @@ class Workspace:
         items = list(items)
         if self.workers == 1 or len(items) < 2:
             return [function(item) for item in items]
-        with ThreadPoolExecutor(self.workers) as pool:
+        pool = ThreadPoolExecutor(self.workers)
+        try:
             futures = [pool.submit(function, item) for item in items]
-            done, waiting = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in waiting:
-                future.cancel()
-            for future in done:
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
             return [future.result() for future in futures]
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error or an interrupt, what has not begun does not begin
 
     def finish(self) -> None:
         """Remove every file that is not in the journal, and flush the folders: all is ready to be moved."""
@@ -209,6 +209,11 @@ class Workspace:
         """Remove the journal: the folder has been moved."""
         self.close()
         self.io.remove(self._journal_path)
+
+    def discard(self) -> None:
+        """Remove the journal and the folder: the same conversion would fail again."""
+        self.forget()
+        self.io.remove_tree(self.folder)
 
     def close(self) -> None:
         """Close the journal, and leave it and the folder for another run."""
