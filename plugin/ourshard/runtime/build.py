@@ -136,8 +136,7 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         if inner:
             raise ValueError(f"{inner[0]!r} inside of the model is sharded already; shard the outer model only.")
         stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
-        if engine.mesh.world.rank == 0:
-            _refuse_meta(model, stock)
+        _refuse_meta(model, stock if engine.mesh.world.rank == 0 else [])
     except ValueError as problem:
         error = str(problem)
     engine.control.check(error, "checking the model")
