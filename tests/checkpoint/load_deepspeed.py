@@ -30,11 +30,10 @@ def main() -> None:
     steps = [float(inner.state[group["params"][0]]["step"]) for group in inner.param_groups if group["params"]]
     tensors["steps"] = torch.tensor(steps or [float(engine.global_steps)] * 2)
     tensors["weight_decay"] = torch.tensor([float(group["weight_decay"]) for group in inner.param_groups])
-    losses = train(engine)
-    if not all(torch.isfinite(torch.tensor(losses))):
-        raise SystemExit(f"losses after loading: {losses}")
+    tensors = {name: value.detach().clone().contiguous() for name, value in tensors.items()}
+    tensors["losses"] = torch.tensor(train(engine))
     if dist.get_rank() == 0:
-        save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, result)
+        save_file(tensors, result)
     dist.barrier()
 
 

@@ -105,6 +105,22 @@ def test_an_inner_folder_or_file_stands_for_its_checkpoint(name: str, inner: str
         assert repr(found.description) == repr(outer.description)  # tensors in it have no plain ==
 
 
+def test_a_lost_pointer_does_no_harm_unless_there_is_a_choice(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(made_folder() / "ds_z2", folder)
+    (folder / "latest").unlink()
+    with detect(folder) as source:
+        assert source.format == "deepspeed"
+    shutil.copytree(folder / "global_step3", folder / "global_step6")
+    with pytest.raises(CheckpointError, match="name one: global_step3, global_step6"):
+        detect(folder)
+    (folder / "latest").write_text("global_step9")
+    with pytest.raises(CheckpointError, match="name one"):
+        detect(folder)
+    with detect(folder / "global_step6") as source:
+        assert source.description.step == 3
+
+
 def test_detection_is_pure_and_says_what_it_looked_for(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing to load")
     with pytest.raises(CheckpointError) as error:

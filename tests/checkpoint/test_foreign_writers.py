@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.checkpoint.foreign import made_folder, made_names, same
 from tests.commands import ROOT
+from tests.fixtures.net import batches, make_net
 
 WRITERS = ("dcp", "fsdp-full", "deepspeed-universal")
 WITHOUT_OPTIMIZER = ("hf_shards",)
@@ -39,7 +40,8 @@ def assert_same_state(one: Source, other: Source) -> None:
         assert same(one.read(key), other.read(key)), str(key)
     before, after = one.description, other.description
     assert after.ties == before.ties
-    assert after.step == before.step
+    if not any("its optimizer took" in oddity for oddity in before.oddities):  # fp16 of DeepSpeed takes one more
+        assert after.step == before.step
     assert after.scheduler == before.scheduler
     assert [dict(group) for group in after.param_groups] == [dict(group) for group in before.param_groups]
 
@@ -153,9 +155,17 @@ DEEPSPEED = pytest.mark.skipif(
 
 @DEEPSPEED
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["fsdp2_sharded", "ds_z3", "ds_z2"])
+@pytest.mark.parametrize(
+    ("name", "stage", "world_size"),
+    [
+        ("fsdp2_sharded", 1, 2),
+        ("fsdp2_sharded", 2, 3),
+        ("fsdp2_sharded", 3, 2),
+        ("ds_z3", 1, 3),
+        ("ds_z3", 2, 2),
+        ("ds_z2", 3, 3),
+    ],
+)
 def test_deepspeed_resumes_at_any_stage_from_what_was_another_run(
     name: str, stage: int, world_size: int, tmp_path: Path
 ) -> None:
@@ -176,3 +186,13 @@ def test_deepspeed_resumes_at_any_stage_from_what_was_another_run(
         if stage < 3:  # for stage 3 DeepSpeed gives the options of the first group to all
             rates = [group["weight_decay"] for group in source.description.param_groups]
             assert live["weight_decay"].tolist() == pytest.approx(rates)
+        assert live["losses"][0].item() == pytest.approx(_next_loss(source), rel=1e-6)
+        assert torch.isfinite(live["losses"]).all()
+
+
+def _next_loss(source: Source) -> float:
+    """Return the loss of rank 0's first batch with the trained weights of the source, in one plain process."""
+    net = make_net()
+    trained = [name for group in source.description.param_groups for name in group["params"]]
+    net.load_state_dict({name: source.read(TensorKey(PARAM, name)) for name in trained}, strict=False)
+    return net(next(batches(0))).item()

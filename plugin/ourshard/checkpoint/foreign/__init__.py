@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _HERE = "ourshard.checkpoint.foreign"
 
 READERS: tuple[str, ...] = (
+    f"{_HERE}.deepspeed:DeepSpeedSource",  # before what ds_to_universal made of it, which holds less
     f"{_HERE}.universal:UniversalSource",
-    f"{_HERE}.deepspeed:DeepSpeedSource",
     f"{_HERE}.dcp_source:DcpSource",
     f"{_HERE}.fsdp_files:FsdpFullSource",
     f"{_HERE}.fsdp_files:FsdpRankSource",

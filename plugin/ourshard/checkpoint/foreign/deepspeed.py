@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ..source import CheckpointError
 from .classes import PickledTensor
-from .deepspeed_files import DeepSpeedFiles, ModelStates, loss_scale, open_files, tag_folder
+from .deepspeed_files import LATEST, DeepSpeedFiles, ModelStates, loss_scale, open_files, tag_folder
 from .draft import Draft, ForeignSource
 from .fsdp_files import optimizer_of_content
 from .integer_keys import Order, name_integer_keys
@@ -30,8 +30,7 @@ class DeepSpeedSource(ForeignSource):
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return the folder of the tag, for the folder around it or itself."""
-        folder = tag_folder(path)
-        return None if folder is None or (folder / "zero").is_dir() else folder
+        return tag_folder(path)
 
     def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
         super().__init__(path, parameter_order)
@@ -47,7 +46,7 @@ class DeepSpeedSource(ForeignSource):
             _note_left_out(draft, files.models[0])
             draft.world_size = len(files.optimizers)
             draft.scaler = loss_scale(files.states[0])
-        add_outer_files(draft, path, "latest")
+        add_outer_files(draft, path, LATEST)
         self.publish(draft)
 
 

@@ -15,6 +15,9 @@ from .plaindata import materialize
 from .torchfile import TorchFile
 from .unpickle import Record
 
+LATEST = "latest"
+UNIVERSAL_FOLDER = "zero"
+
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _RANK_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
@@ -35,18 +38,33 @@ ENGINE_KEYS = frozenset(
 _TAG = re.compile(r"[^/\\\0]{1,255}")
 
 
-def tag_folder(path: Path, latest: str = "latest") -> Path | None:
-    """Return the folder of the tag that `latest` here names, or this folder if it is one itself, else None."""
+def tag_folder(path: Path, latest: str = LATEST, *, universal: bool = False) -> Path | None:
+    """Return this folder if it is of one tag, else the one that `latest` here names, else the only one.
+
+    None: there is none. The folder itself if it has several and `latest` names none of them; opening it says so.
+    """
     if not path.is_dir():
         return None
     if has_model_states(path):
-        return path
+        return path if is_universal(path) == universal else None
     pointer = path / latest
-    if pointer.is_file() and pointer.stat().st_size < 1024:
-        tag = pointer.read_text("utf-8", "replace").strip()
-        if _TAG.fullmatch(tag) and tag not in (".", "..") and has_model_states(path / tag):
-            return path / tag
-    return None
+    tag = pointer.read_text("utf-8", "replace").strip() if pointer.is_file() and pointer.stat().st_size < 1024 else ""
+    if _TAG.fullmatch(tag) and tag not in (".", "..") and has_model_states(path / tag):
+        return path / tag
+    tags = [inner for inner in tags_of(path) if is_universal(inner) == universal]
+    if not tags:
+        return None
+    return tags[0] if len(tags) == 1 and not pointer.exists() else path
+
+
+def tags_of(path: Path) -> list[Path]:
+    """Return the folders of tags in a folder."""
+    return [inner for inner in sorted(path.iterdir()) if has_model_states(inner)]
+
+
+def is_universal(folder: Path) -> bool:
+    """Tell whether the folder of a tag is of the universal kind."""
+    return (folder / UNIVERSAL_FOLDER).is_dir()
 
 
 def has_model_states(folder: Path) -> bool:
@@ -166,6 +184,9 @@ def model_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder}: is of a model with tensor parallelism, which is not read")
     if _WHOLE_MODEL in names:
         return [folder / _WHOLE_MODEL]
+    if not ranks:
+        tags = ", ".join(tag.name for tag in tags_of(folder))
+        raise CheckpointError(f"{folder}: `latest` names none of the tags that are here; name one: {tags}")
     return [inside(folder, ranks[rank]) for rank in _all_ranks(ranks, folder, "model states")]
 
 

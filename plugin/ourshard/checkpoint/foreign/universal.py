@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 from ..source import CheckpointError
 from .classes import PickledTensor
 from .deepspeed import Shapes, add_engine_values, add_module, add_outer_files, add_partitioned_module
-from .deepspeed_files import ModelStates, model_files, tag_folder
+from .deepspeed_files import UNIVERSAL_FOLDER, ModelStates, model_files, tag_folder
 from .draft import Draft, ForeignSource
 from .plaindata import materialize
 from .stored import FlatTensor, Readable, Run
 from .torchfile import TorchFile
 
 LATEST = "latest_universal"
-FOLDER = "zero"
 OPTIMIZER_FILE = "optimizer_state.pt"
 WEIGHT = "fp32"
 
@@ -40,8 +39,7 @@ class UniversalSource(ForeignSource):
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return the folder of the tag, for the folder around it or itself."""
-        folder = tag_folder(path, LATEST)
-        return folder if folder is not None and (folder / FOLDER).is_dir() else None
+        return tag_folder(path, LATEST, universal=True)
 
     def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
         super().__init__(path, parameter_order)
@@ -49,7 +47,7 @@ class UniversalSource(ForeignSource):
         add_engine_values(draft, models[0])
         shapes = models[0].shapes
         merged = {name: shape for group in shapes for name, shape in group.items()}
-        folders = {folder.name: folder for folder in sorted((path / FOLDER).iterdir()) if folder.is_dir()}
+        folders = {folder.name: folder for folder in sorted((path / UNIVERSAL_FOLDER).iterdir()) if folder.is_dir()}
         masters = _add_parameters(draft, folders, merged)
         if _is_partitioned(models[0], merged):
             draft.stage = 3
@@ -58,7 +56,7 @@ class UniversalSource(ForeignSource):
             draft.masters.update(masters)
             add_module(draft, models[0])
         _add_aliases(draft, folders, merged)
-        _add_optimizer(draft, path / FOLDER / OPTIMIZER_FILE, shapes)
+        _add_optimizer(draft, path / UNIVERSAL_FOLDER / OPTIMIZER_FILE, shapes)
         add_outer_files(draft, path, LATEST)
         self.publish(draft)
 

@@ -20,8 +20,8 @@ from ..source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from ..torch_archive import Archive
 from ..workspace import Workspace
 from .dcp_sink import DcpSink, save_small
-from .deepspeed_files import ENGINE_KEYS
-from .universal import FOLDER, LATEST, OPTIMIZER_FILE, WEIGHT
+from .deepspeed_files import ENGINE_KEYS, UNIVERSAL_FOLDER
+from .universal import LATEST, OPTIMIZER_FILE, WEIGHT
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _VERSION = "0.16.0"  # of DeepSpeed, for sources that have none; it refuses checkpoints of old versions
@@ -80,7 +80,7 @@ class UniversalSink(Sink):
                 keys[key.name].append(key)
 
         def write_one(name: str) -> None:
-            _write_parameter(filled, workspace, f"{tag}/{FOLDER}/{name}", name, keys[name])
+            _write_parameter(filled, workspace, f"{tag}/{UNIVERSAL_FOLDER}/{name}", name, keys[name])
 
         workspace.map(write_one, keys)
         _write_common(source, workspace, tag)
@@ -167,7 +167,7 @@ def _write_common(source: Source, workspace: Workspace, tag: str) -> None:
         "optimizer_state_dict": {"state": steps, "param_groups": options},
     }
     archive = Archive(source)
-    archive.write(workspace, f"{tag}/{FOLDER}/{OPTIMIZER_FILE}", archive.plain(content))
+    archive.write(workspace, f"{tag}/{UNIVERSAL_FOLDER}/{OPTIMIZER_FILE}", archive.plain(content))
     untrained = _untrained(source)
     for file, held in zip(_MODEL_FILES, (untrained, [key for key in untrained if key.kind == BUFFER]), strict=True):
         archive = Archive(source)
