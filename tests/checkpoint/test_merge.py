@@ -182,3 +182,15 @@ def test_an_adapter_from_our_format_loads_in_peft(tmp_path: Path) -> None:
     save_ours(tmp_path / "no-config", weights, {})
     with pytest.raises(ValueError, match=r"no adapter_config\.json"):
         convert(tmp_path / "no-config", tmp_path / "bad", to="peft")
+
+
+def test_of_several_adapters_one_has_to_be_chosen(tmp_path: Path) -> None:
+    _, weights, config = make_peft(target_modules=["body"])
+    both = {**weights, **{name.replace(".default.", ".other."): tensor for name, tensor in weights.items()}}
+    save_ours(tmp_path / "ours", both, config)
+    for options in ({"to": "peft"}, {"to": "safetensors", "merge_adapter": True}):
+        with pytest.raises(ValueError, match="several"):
+            convert(tmp_path / "ours", tmp_path / "out", **options)  # type: ignore[arg-type]
+    convert(tmp_path / "ours", tmp_path / "out", to="peft", exclude=["*.default.*"])
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert set(found) == {name.replace(".default", "") for name in weights if ".lora_" in name}

@@ -15,11 +15,11 @@ FOR_TRAINING = re.compile(r"trainer_state\.json")
 MAX_NBYTES = 256 << 20
 
 
-def companions(folder: Path, *, training: bool = True) -> dict[str, Path]:
-    """Return name -> path of the files beside the weights; those of a training run only if `training`."""
+def companions(folder: Path) -> dict[str, Path]:
+    """Return name -> path of the files beside the weights."""
     found = {}
     for path in sorted(folder.iterdir()):
-        wanted = FOR_MODEL.fullmatch(path.name) or (training and FOR_TRAINING.fullmatch(path.name))
+        wanted = FOR_MODEL.fullmatch(path.name) or FOR_TRAINING.fullmatch(path.name)
         if wanted and path.is_file() and path.stat().st_size <= MAX_NBYTES:
             found[path.name] = path
     return found

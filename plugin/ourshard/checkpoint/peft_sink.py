@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 
-from .foreign.adapters import with_adapter_name
+from .foreign.adapters import adapter_only_names
 from .huggingface_sink import SafetensorsSink, training_losses
 from .safetensors_file import lay_out
 from .sink import SinkOptions
@@ -16,11 +15,6 @@ from .workspace import Workspace
 
 ADAPTER = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-
-_SAVED = re.compile(r"\.modules_to_save\.[^.]+\.")
-_ADAPTER_NAME = re.compile(
-    r"(\.(?:lora|ia3|hada|lokr|oft|boft|vera|randlora|fourierft)_\w+)\.([^.]+)(?=\.(?:weight|bias)$|$)"
-)
 
 
 class PeftSink(SafetensorsSink):
@@ -53,10 +47,10 @@ class PeftSink(SafetensorsSink):
         if not config:
             raise ValueError(f"{source.path} has no {CONFIG}: put the one that PEFT wrote for this adapter beside it")
         adapter = only_adapters(source)
-        infos = {file_name(key.name): adapter.tensors[key] for key in adapter.keys_of(PARAM)}
-        for name, info in infos.items():
-            if with_adapter_name(name, config, _own_name(info.key.name)) != info.key.name:
-                raise ValueError(f"{info.key.name} has no name in a PEFT file that leads back to it")
+        names = adapter_only_names(key.name for key in adapter.keys_of(PARAM))
+        if not names or len(set(names.values())) < len(names):
+            raise ValueError(f"{source.path} has no adapter under PEFT's names, or several; choose one with include")
+        infos = {names[key.name]: adapter.tensors[key] for key in adapter.keys_of(PARAM)}
         layout = lay_out([(name, info.dtype, info.shape) for name, info in infos.items()], {"format": "pt"})
         runs = [Run(infos[entry.name], 0, infos[entry.name].numel) for entry in layout.entries]
         write_tensors(workspace, ADAPTER, layout, runs, adapter)
@@ -64,14 +58,3 @@ class PeftSink(SafetensorsSink):
         for name, path in source.description.files.items():
             if name.startswith(("tokenizer", "README", "chat_template")):
                 workspace.copy(name, path)
-
-
-def file_name(name: str) -> str:
-    """Return the name that PEFT's files have for a parameter of a PEFT model."""
-    return _ADAPTER_NAME.sub(r"\1", _SAVED.sub(".", name))
-
-
-def _own_name(name: str) -> str:
-    """Return the adapter's name within a parameter's name."""
-    saved, adapted = re.search(r"\.modules_to_save\.([^.]+)\.", name), _ADAPTER_NAME.search(name)
-    return saved[1] if saved else adapted[2] if adapted else "default"

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
+from .foreign.adapters import adapter_only_names, is_adapter_name
 from .source import BUFFER, PARAM, Description, Source, TensorInfo, TensorKey
-
-_ADAPTER_PARTS = re.compile(r"\.(lora_\w+|ia3_l|hada_\w+|lokr_\w+|oft_\w+|vera_\w+|modules_to_save|prompt_encoder)\b")
 
 
 class View(Source):
@@ -95,7 +94,7 @@ def without_training(source: Source) -> View:
 def only_adapters(source: Source) -> Source:
     """Return the adapter's parameters with their state: those with PEFT's names, else those that are not frozen."""
     names = {key.name for key in source.tensors if key.kind == PARAM}
-    chosen = {name for name in names if _ADAPTER_PARTS.search(name)}
+    chosen = {name for name in names if adapter_only_names([name]) or is_adapter_name(name)}
     if not chosen and source.description.frozen:
         chosen = names - source.description.frozen
     if not chosen:
