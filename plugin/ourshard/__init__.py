@@ -20,12 +20,18 @@ _EXPORTS = {
     "ShardTrainingArguments": "ourshard.integrations.trainer_arguments",
     "disable": "ourshard.integrations.switch",
     "enable": "ourshard.integrations.switch",
+    "adopt_optimizer": "ourshard.runtime.api",
     "clip_grad_norm_": "ourshard.runtime.api",
     "clip_grad_value_": "ourshard.runtime.api",
     "engine_of": "ourshard.runtime.api",
     "full_state_dict": "ourshard.runtime.api",
     "gathered": "ourshard.runtime.api",
+    "iter_full_parameters": "ourshard.runtime.api",
+    "load_full_state_dict": "ourshard.runtime.api",
+    "reset": "ourshard.runtime.api",
     "init_context": "ourshard.runtime.lazy_init",
+    "load": "ourshard.checkpoint.running",
+    "save": "ourshard.checkpoint.running",
     "shard_model": "ourshard.runtime.api",
 }
 
