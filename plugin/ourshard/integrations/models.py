@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,6 @@ from torch import nn
 from ourshard.config import ShardConfig
 from ourshard.runtime import api
 
-logger = logging.getLogger("ourshard")
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
@@ -71,7 +70,7 @@ def shard_once(model: nn.Module, config: ShardConfig, accelerator: Any) -> None:
         engine = api.engine_of(module)
         _step_together_in_generate(module)
         if engine is not None and accelerator.is_main_process:
-            logger.info(engine.summary())
+            print(engine.summary(), file=sys.stderr, flush=True)
         return
     if engine.config != config:
         raise ValueError(
