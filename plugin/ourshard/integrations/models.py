@@ -10,7 +10,6 @@ from torch import nn
 from ourshard.config import ShardConfig
 from ourshard.runtime import api
 
-
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
 
 
