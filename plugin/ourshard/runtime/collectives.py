@@ -17,7 +17,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View `tensor` as bytes where the backend has no kernel for its dtype (8-bit floats, booleans)."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor
-    return tensor.view(torch.uint8)
+    return tensor.view(-1).view(torch.uint8)  # a 0-d one has no other bytes to view
 
 
 class Collectives:
