@@ -33,10 +33,24 @@ def begin(final: Path, *, replace: bool = False, io: DiskIO = DISK) -> Path:
     """Make the empty temporary folder of a save that is to become `final`; FileExistsError if that name is taken."""
     if final.exists() and not replace:
         raise FileExistsError(f"{final} exists; a checkpoint is not written over another unless that is asked for")
-    temporary = _beside(final, "writing")
+    temporary = temporary_of(final)
     io.remove_tree(temporary)
     io.make_folder(temporary)
     return temporary
+
+
+def temporary_of(final: Path) -> Path:
+    """Return the folder in which a save is written that is to become `final`."""
+    return _beside(final, "writing")
+
+
+def standing(final: Path) -> Path:
+    """Return the complete folder of that name, also where a crash stopped its replacement half-way; see Note [Commit].
+
+    Where there is none, return `final`.
+    """
+    replaced = _beside(final, "replaced")
+    return replaced if not is_ours(final) and is_ours(replaced) else final
 
 
 def assemble(
@@ -147,11 +161,13 @@ def newest_complete(root: Path, *, inner: str = "", verify: bool = False) -> New
 def retain(root: Path, keep: int, *, inner: str = "", io: DiskIO = DISK) -> list[Path]:
     """Remove all complete checkpoints but the newest `keep`; return them. Those that are not complete do not count.
 
-    They are renamed first, so that one that is removed by half is never taken for a checkpoint.
+    They are renamed first, so that one that is removed by half is never taken for a checkpoint. Folders without a
+    number at the end of their name ("best") are of no series, and stay.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: the last good checkpoint is never removed, so it has to be 1 or more")
-    complete = [path for path, problem in _newest_first(root, inner) if (problem or _problem(path / inner)) is None]
+    numbered = [(path, problem) for path, problem in _newest_first(root, inner) if _NUMBER.search(path.name)]
+    complete = [path for path, problem in numbered if (problem or _problem(path / inner)) is None]
     for path in complete[keep:]:
         removing = _beside(path, "removing")
         io.rename(path, removing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from . import plain
 from .companions import companions
 from .io import inside
 from .manifest import NAME, PARTIAL_NAMES, PLAIN, FileRecord, Manifest, load, merge, unseal
-from .pieces import FilePool, Piece, digest_of, gaps_of, overlapping, read_run, where
+from .pieces import FilePool, Piece, digest_of, gaps_of, overlapping, read_run, read_run_into, where
 from .shard_writer import rank_state_path
 from .source import CheckpointError, Source, TensorInfo, TensorKey
 
@@ -77,12 +78,26 @@ class ShardedSource(Source):
             raise ValueError(f"{key}: elements {start}:{stop} of a tensor with {info.numel}")
         if key in self.manifest.scalars:
             return self.manifest.scalars[key].reshape(1)[start:stop].clone()
-        pieces = self._pieces[key]
-        for piece in overlapping(pieces, start, stop) if self._unchecked else ():
+        with self._checked(key, start, stop):
+            return read_run(self._pool, info, self._pieces[key], start, stop)
+
+    def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of the elements from `start` on."""
+        if key in self.manifest.scalars:
+            super().read_run_into(key, start, target)
+            return
+        info = self.tensors[key]
+        with self._checked(key, start, start + target.nbytes // info.dtype.itemsize):
+            read_run_into(self._pool, info, self._pieces[key], start, target)
+
+    @contextmanager
+    def _checked(self, key: TensorKey, start: int, stop: int) -> Iterator[None]:
+        """Check the hashes of the pieces that a read touches, if asked for; say whose rows are missing."""
+        for piece in overlapping(self._pieces[key], start, stop) if self._unchecked else ():
             if piece in self._unchecked:
                 self._check(piece, key)
         try:
-            return read_run(self._pool, info, pieces, start, stop)
+            yield
         except CheckpointError as error:
             raise CheckpointError(f"{error}{_whose(self.manifest)}") from error
 
@@ -98,9 +113,12 @@ class ShardedSource(Source):
         path = self.path / name
         return plain.decode(unseal(path.read_bytes(), path))
 
-    def verify_files(self) -> Iterator[tuple[str, str | None]]:
-        """Check every byte of every file against the manifest, and that the pieces are the whole of each tensor."""
-        for record in self.manifest.files:
+    def verify_files(self, share: slice = slice(None)) -> Iterator[tuple[str, str | None]]:
+        """Check every byte of every file against the manifest, and that the pieces are the whole of each tensor.
+
+        `share`: which of the files, where ranks divide the work.
+        """
+        for record in self.manifest.files[share]:
             try:
                 self._verify_file(record)
                 yield record.path, None

@@ -1,0 +1,145 @@
+"""What one rank holds of a running model: of each parameter a run of elements, and the tensor that an optimizer steps.
+
+Planning a save needs no word from other ranks: layouts are the same everywhere, and so is the rule of who writes what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ourshard.runtime.boxes import boxes_of
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.layout import LaneTensor, RowRange
+from ourshard.runtime.optim import Run
+from ourshard.runtime.state import persistent
+
+from .shard_writer import LocalBox
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Portion:
+    """Elements [start, stop) of the parameter `name` of the whole `shape`, on this rank."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    own_dtype: torch.dtype  # as the model was loaded; the values may be masters of another
+    trained: bool
+    values: torch.Tensor  # a view of the masters
+    start: int
+    stop: int
+    writes: bool  # this rank saves these elements; others may hold the same
+    whole: bool  # every rank holds the parameter whole
+    stepped: torch.Tensor  # what stands for it in an optimizer's groups
+    offset: int  # of these elements in `stepped`, flattened
+
+    @property
+    def numel(self) -> int:
+        """Count the elements that are here."""
+        return self.stop - self.start
+
+    def boxes(self, flat: torch.Tensor) -> list[LocalBox]:
+        """Return the boxes that a flat tensor of these elements covers; copies it if it is not on the CPU."""
+        flat = flat.detach().cpu().contiguous()
+        total = math.prod(self.shape)
+        if total == 0:
+            return [LocalBox(self.shape, flat.new_empty(self.shape))]
+        found = boxes_of(self.shape, LaneTensor(0, 0, total, 1), RowRange(self.start, self.stop, 0))
+        return [
+            LocalBox(self.shape, flat[box.offset : box.offset + box.numel].view(box.sizes), box.starts) for box in found
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """A persistent buffer, which every rank holds whole."""
+
+    name: str
+    aliases: tuple[str, ...]
+    tensor: torch.Tensor
+
+
+def portions_of(engine: Engine) -> list[Portion]:
+    """Return this rank's part of each parameter, in the order of the model, which is no matter of stage or world."""
+    found = [portion for number, lane in enumerate(engine.lanes()) for portion in _of_lane(number, lane)]
+    found += _ignored(engine, {name for portion in found for name in (portion.name, *portion.aliases)})
+    order = {names[0]: number for number, (names, _) in enumerate(_tensors(engine))}
+    return sorted(found, key=lambda portion: order[portion.name])
+
+
+def _of_lane(number: int, lane: Lane) -> Iterator[Portion]:
+    mesh = lane.unit.engine.mesh
+    runs = {position: run for run in lane.runs for position in run.positions}
+    axis = mesh.world if lane.placement.whole else mesh.replicate
+    its_turn = axis.rank == number % axis.size  # those that hold the same share the work lane by lane
+    for position, parameter in enumerate(lane.parameters):
+        rows, granule = lane.rows(position), lane.layout.tensors[position].granule
+        run = runs.get(position)
+        empty = not parameter.numel and mesh.shard.rank and not lane.placement.whole  # one is enough to tell its name
+        yield Portion(
+            name=parameter.name,
+            aliases=tuple(parameter.aliases),
+            shape=tuple(parameter.shape),
+            own_dtype=parameter.dtype,
+            trained=lane.leaves[position].requires_grad,
+            # A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
+            values=(lane.resting[position] if lane.placement.whole else lane.local_rows(position)).detach(),
+            start=rows.start * granule,
+            stop=rows.stop * granule,
+            writes=its_turn and not empty,
+            whole=lane.placement.whole,
+            stepped=run.parameter if run is not None else lane.resting[position],
+            offset=_offset(run, rows) if run is not None else 0,
+        )
+
+
+def _offset(run: Run, rows: RowRange) -> int:
+    return rows.offset - run.start if rows.rows else 0
+
+
+def _ignored(engine: Engine, known: set[str]) -> Iterator[Portion]:
+    """Yield the parameters that ourshard was told to leave alone: rank 0's are saved."""
+    for names, value in _tensors(engine):
+        if isinstance(value, nn.Parameter) and not known & set(names):
+            yield Portion(
+                name=names[0],
+                aliases=tuple(names[1:]),
+                shape=tuple(value.shape),
+                own_dtype=value.dtype,
+                trained=value.requires_grad,
+                values=value.detach(),
+                start=0,
+                stop=value.numel(),
+                writes=engine.mesh.world.rank == 0,
+                whole=True,
+                stepped=value,
+                offset=0,
+            )
+
+
+def buffers_of(engine: Engine) -> list[Buffer]:
+    """Return the persistent buffers, each once."""
+    return [
+        Buffer(names[0], tuple(names[1:]), value)
+        for names, value in _tensors(engine)
+        if not isinstance(value, nn.Parameter)
+    ]
+
+
+def _tensors(engine: Engine) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Yield (all names, tensor) of what the model's state dict holds, tied ones once."""
+    model = engine.model()
+    assert model is not None
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, value in persistent(model):
+        names.setdefault(id(value), []).append(name)
+        tensors[id(value)] = value
+    for key, value in tensors.items():
+        yield names[key], value

@@ -1,0 +1,254 @@
+"""Save and load a sharded model and its optimizers while they run: each rank its own rows, whatever the stage.
+
+Note [Ranks of a save]
+All ranks know the layout, so nothing is planned over the wire. There are three agreements, and an error of one rank is
+an error of all in each: the temporary folder is there; all ranks have written and flushed; rank 0 has renamed it. A
+load has two: what all ranks read of the folder fits and is undamaged, and then all ranks have read their rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ourshard.runtime.api import engine_of
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.optim import bring_up_to_date
+
+from . import commit, stepping
+from .io import DISK, DiskIO
+from .portions import Buffer, Portion, buffers_of, portions_of
+from .shard_writer import LocalBox, ShardWriter
+from .sharded import ShardedSource
+from .source import BUFFER, PARAM, CheckpointError, Description, TensorKey
+from .stepping import Boxes, SavedState
+
+
+@contextmanager
+def together(engine: Engine, label: str) -> Iterator[None]:
+    """Run the body on all ranks; where it fails on one, fail on all. Collective; no collective inside."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    text = None if error is None else f"{label}: {type(error).__name__}: {error}"
+    try:
+        engine.control.check(text, label)
+    except Exception as problem:
+        if error is not None:  # the ranks may also be elsewhere, waiting for this one
+            raise error from problem
+        if isinstance(problem, ValueError):
+            raise CheckpointError(str(problem)) from None
+        raise
+
+
+# ---- saving ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def save(
+    model: nn.Module,
+    optimizer: Any | Sequence[Any],
+    folder: str | Path,
+    *,
+    client_state: Mapping[str, Any] | None = None,
+    replace: bool = False,
+    io: DiskIO = DISK,
+) -> None:
+    """Write a sharded model and its optimizer (or several, or None) into `folder`, each rank its own rows. Collective.
+
+    `client_state` is plain data and tensors, the same on all ranks, which `load` returns. All ranks see one disk. If a
+    rank fails, all raise, and nothing is left; an existing `folder` is replaced if `replace`, and stays until the new
+    one is complete.
+    """
+    engine = _engine(model)
+    final, lead = Path(folder), engine.mesh.world.rank == 0
+    temporary = commit.temporary_of(final)
+    with together(engine, f"save: making {final.name}"):
+        if lead:
+            commit.begin(final, replace=replace, io=io)
+    try:
+        with together(engine, f"save: writing {final.name}"):
+            optimizers = _optimizers(optimizer)
+            portions, buffers = portions_of(engine), buffers_of(engine)
+            boxes, rest = _boxes(engine, portions, buffers, optimizers)
+            ShardWriter(temporary, engine.mesh.world.rank, engine.mesh.world.size, io).write(boxes)
+        with together(engine, f"save: committing {final.name}"):
+            if lead:
+                found = _describe(engine, portions, buffers, optimizers, boxes)
+                found = dataclasses.replace(found, param_state=rest, client_state=client_state or {})
+                mesh = {axis.name: axis.size for axis in (engine.mesh.replicate, engine.mesh.shard)}
+                manifest = commit.assemble(temporary, found, mesh=mesh, config=engine.config.to_dict())
+                commit.publish(temporary, final, manifest, replace=replace, io=io)
+    except Exception:
+        if lead:
+            commit.abandon(temporary, io)
+        raise
+
+
+def _engine(model: nn.Module) -> Engine:
+    engine = engine_of(model)
+    if engine is None:
+        raise ValueError(f"{type(model).__name__} is not sharded by ourshard; shard it before it is saved or loaded.")
+    return engine
+
+
+def _optimizers(given: Any) -> list[Optimizer]:
+    """Return torch's optimizers, out of accelerate's wrappers, with their groups as the model now is."""
+    several: Sequence[Any] = given if isinstance(given, Sequence) else [] if given is None else [given]
+    found: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer) for optimizer in several]
+    for optimizer in found:
+        bring_up_to_date(optimizer)
+    return found
+
+
+def _boxes(
+    engine: Engine, portions: Sequence[Portion], buffers: Sequence[Buffer], optimizers: Sequence[Optimizer]
+) -> tuple[Boxes, dict[str, dict[str, Any]]]:
+    """Return what this rank writes, and on rank 0 the state of parameters that is no tensor of elements."""
+    lead = engine.mesh.world.rank == 0
+    boxes: Boxes = {TensorKey(PARAM, p.name): p.boxes(p.values.reshape(-1)) for p in portions if p.writes}
+    for buffer in buffers if lead else ():
+        tensor = buffer.tensor.detach().cpu().contiguous()
+        boxes[TensorKey(BUFFER, buffer.name)] = [LocalBox(tuple(tensor.shape), tensor)]
+    rest: dict[str, dict[str, Any]] = {}
+    for optimizer in optimizers:
+        rest.update(stepping.take_state(optimizer, portions, lead, boxes))
+    return boxes, rest
+
+
+def _describe(
+    engine: Engine,
+    portions: Sequence[Portion],
+    buffers: Sequence[Buffer],
+    optimizers: Sequence[Optimizer],
+    boxes: Boxes,
+) -> Description:
+    concerned = [optimizer for optimizer in optimizers if stepping.steps_any(optimizer, portions)]
+    steps = [int(held[0].tensor.item()) for key, held in boxes.items() if key.kind == "step" and not held[0].shape]
+    tied: list[Portion | Buffer] = [*portions, *buffers]
+    return Description(
+        world_size=engine.mesh.world.size,
+        stage=engine.config.stage,
+        step=max(steps, default=None),
+        param_groups=tuple(g for optimizer in concerned for g in stepping.describe_groups(optimizer, portions)),
+        ties={alias: held.name for held in tied for alias in held.aliases},
+        frozen=frozenset(portion.name for portion in portions if not portion.trained),
+        own_dtypes={p.name: p.own_dtype for p in portions if p.own_dtype != p.values.dtype},
+        versions={name: version(name) for name in ("ourshard", "torch")},
+    )
+
+
+# ---- loading -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load(
+    model: nn.Module, optimizer: Any | Sequence[Any], folder: str | Path, *, weights: bool = True
+) -> Mapping[str, Any]:
+    """Load what `save` wrote, at any stage, on any number of ranks; return its `client_state`. Collective.
+
+    Each rank reads its own rows of masters and moments. Names, shapes and every byte's hash are checked before anything
+    is changed. `weights=False` loads the optimizer alone; with None for `optimizer` the weights alone are loaded.
+    Raises CheckpointError on every rank, listing what is missing, unexpected, mismatched, or damaged.
+    """
+    engine = _engine(model)
+    name = Path(folder).name
+    with ExitStack() as stack:
+        with together(engine, f"load: checking {name}"):
+            source = stack.enter_context(ShardedSource(Path(folder)))
+            optimizers = _optimizers(optimizer)
+            portions, buffers = portions_of(engine), buffers_of(engine)
+            concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
+            saved = SavedState.of(source, _match(source, portions))
+            _refuse_misfits(source, portions, buffers, concerned, saved)
+            source.check_sizes()
+            _refuse_damage(source, slice(engine.mesh.world.rank, None, engine.mesh.world.size))
+        with together(engine, f"load: reading {name}"):
+            if weights:
+                _load_weights(source, portions, buffers, saved.names)
+            if concerned:
+                stepping.split_uneven(engine, concerned, portions, saved)
+                stepping.restore(concerned, portions_of(engine), saved)
+        if weights:
+            engine.masters_changed()
+        return source.description.client_state
+
+
+def _match(source: ShardedSource, portions: Sequence[Portion]) -> dict[str, str]:
+    """Return name here -> name there of the parameters that the checkpoint has; a tie may have another owner there."""
+    ties = source.description.ties
+    names = {}
+    for portion in portions:
+        own = (portion.name, *portion.aliases)
+        there = next((ties.get(n, n) for n in own if TensorKey(PARAM, ties.get(n, n)) in source.tensors), None)
+        if there is not None:
+            names[portion.name] = there
+    return names
+
+
+def _buffer_key(source: ShardedSource, buffer: Buffer) -> TensorKey | None:
+    """Return where a buffer is; formats that were converted may not tell buffers from parameters."""
+    ties = source.description.ties
+    keys = [TensorKey(kind, ties.get(n, n)) for n in (buffer.name, *buffer.aliases) for kind in (BUFFER, PARAM)]
+    return next((key for key in keys if key in source.tensors), None)
+
+
+def _refuse_misfits(
+    source: ShardedSource,
+    portions: Sequence[Portion],
+    buffers: Sequence[Buffer],
+    optimizers: Sequence[Optimizer],
+    saved: SavedState,
+) -> None:
+    names = saved.names
+    keys = {p.name: TensorKey(PARAM, names[p.name]) if p.name in names else None for p in portions}
+    keys |= {buffer.name: _buffer_key(source, buffer) for buffer in buffers}
+    shapes = {p.name: p.shape for p in portions} | {b.name: tuple(b.tensor.shape) for b in buffers}
+    taken = set(keys.values())
+    unexpected = [key.name for key in source.tensors if key.kind in (PARAM, BUFFER) and key not in taken]
+    wrong = [
+        f"{name} {source.tensors[key].shape}, here {shapes[name]}"
+        for name, key in keys.items()
+        if key is not None and source.tensors[key].shape != shapes[name]
+    ]
+    lists = {
+        "missing": [name for name, key in keys.items() if key is None],
+        "unexpected": unexpected,
+        "of another shape": wrong,
+    }
+    problems = [f"{what}: {_some(items)}" for what, items in lists.items() if items]
+    problems += stepping.misfits(optimizers, portions, saved) if not problems else []
+    if problems:
+        raise CheckpointError(f"{source.path} does not fit, and nothing was loaded: {'; '.join(problems)}.")
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
+
+
+def _refuse_damage(source: ShardedSource, share: slice) -> None:
+    problems = [problem for _, problem in source.verify_files(share) if problem]
+    if problems:
+        raise CheckpointError(f"nothing was loaded: {_some(problems)}")
+
+
+def _load_weights(
+    source: ShardedSource, portions: Sequence[Portion], buffers: Sequence[Buffer], names: Mapping[str, str]
+) -> None:
+    for portion in portions:
+        run = source.read_run(TensorKey(PARAM, names[portion.name]), portion.start, portion.stop)
+        portion.values.copy_(run.view(portion.values.shape))
+    for buffer in buffers:
+        key = _buffer_key(source, buffer)
+        assert key is not None
+        buffer.tensor.copy_(source.read(key))

@@ -1,0 +1,217 @@
+"""The state of optimizers of a running model, by parameter name: out of the tensors they step, and back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.optim import Run
+
+from .portions import Portion
+from .shard_writer import LocalBox
+from .source import BUFFER, EXTRA_PREFIX, PARAM, Source, TensorInfo, TensorKey
+
+Boxes = dict[TensorKey, list[LocalBox]]
+State = dict[str, Any]
+
+
+def group_names(optimizer: Optimizer, portions: Sequence[Portion]) -> list[list[str]]:
+    """Return the names of each group's parameters, also of those that this rank has no elements of."""
+    places = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    names: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for portion in portions:
+        if id(portion.stepped) in places:
+            names[places[id(portion.stepped)]].append(portion.name)
+    return names
+
+
+def steps_any(optimizer: Optimizer, portions: Sequence[Portion]) -> bool:
+    """Say whether the optimizer has any of these parameters; the same on every rank."""
+    return any(group_names(optimizer, portions))
+
+
+def describe_groups(optimizer: Optimizer, portions: Sequence[Portion]) -> list[dict[str, Any]]:
+    """Return the options of each group, with parameters by name."""
+    names = group_names(optimizer, portions)
+    return [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
+
+
+# ---- saving ------------------------------------------------------------------------------------------------
+
+
+def take_state(optimizer: Optimizer, portions: Sequence[Portion], lead: bool, boxes: Boxes) -> dict[str, State]:
+    """Add this rank's elements of each state tensor to `boxes`; return by name what is neither element nor scalar.
+
+    Scalars, and the rest, are the same on all ranks, since a parameter without elements here is stepped beside others:
+    the rank that has the `lead` gives them.
+    Raises ValueError for a tensor that has one value neither for each element nor for the whole parameter.
+    """
+    rest: dict[str, State] = {}
+    places = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for portion in portions:
+        state = optimizer.state.get(portion.stepped) if id(portion.stepped) in places else None
+        for key, value in (state or {}).items():
+            if key in (PARAM, BUFFER) or key.startswith(EXTRA_PREFIX):
+                raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}, which a checkpoint uses")
+            if _is_elementwise(value, portion):
+                if portion.writes:
+                    own = value.detach().reshape(-1)[portion.offset :][: portion.numel]
+                    boxes.setdefault(TensorKey(key, portion.name), []).extend(portion.boxes(own))
+            elif isinstance(value, torch.Tensor) and not value.shape:
+                if lead:
+                    boxes[TensorKey(key, portion.name)] = [LocalBox((), value.detach().cpu())]
+            else:
+                _refuse_parts(optimizer, key, value, portion)
+                if lead:
+                    rest.setdefault(portion.name, {})[key] = value
+    return rest
+
+
+def _is_elementwise(value: Any, portion: Portion) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == portion.stepped.shape and value.dim() > 0
+
+
+def _refuse_parts(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
+    if isinstance(value, torch.Tensor) and value.numel() > 1 and not portion.whole:
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat part of "
+            f"{portion.name!r}: that belongs to this rank's rows alone and can't be saved by name. Use an optimizer "
+            "whose state has one value an element."
+        )
+
+
+# ---- loading -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The optimizer state in a checkpoint; `names` maps a parameter of the model to its name there."""
+
+    source: Source
+    names: Mapping[str, str]
+    infos: Mapping[str, Mapping[str, TensorInfo]]  # name there -> state key -> tensor
+
+    @classmethod
+    def of(cls, source: Source, names: Mapping[str, str]) -> SavedState:
+        """Sort the state tensors of `source` by parameter."""
+        infos: dict[str, dict[str, TensorInfo]] = {}
+        for key, info in source.tensors.items():
+            if key.is_state:
+                infos.setdefault(key.name, {})[key.kind] = info
+        return cls(source, names, infos)
+
+    def tensors(self, name: str) -> Mapping[str, TensorInfo]:
+        """Return the state tensors of a parameter of the model."""
+        return self.infos.get(self.names[name], {})
+
+    def rest(self, name: str) -> Mapping[str, Any]:
+        """Return the state of a parameter that is no tensor."""
+        return self.source.description.param_state.get(self.names[name], {})
+
+    def keys(self, name: str) -> list[str]:
+        """List the state keys of a parameter."""
+        return [*self.tensors(name), *self.rest(name)]
+
+    def shared(self, portion: Portion) -> str:
+        """Describe what has to be equal for all parameters that are stepped as one tensor; "" without state."""
+        scalars = {
+            key: self.source.read(info.key).item()
+            for key, info in self.tensors(portion.name).items()
+            if not is_elementwise(info, portion)
+        }
+        keys = sorted(self.keys(portion.name))
+        return repr((keys, sorted(scalars.items()), sorted(self.rest(portion.name).items()))) if keys else ""
+
+
+def is_elementwise(info: TensorInfo, portion: Portion) -> bool:
+    """Say whether a saved state tensor has one value an element; of a 0-d parameter, all but its step count has."""
+    return info.shape == portion.shape and (bool(portion.shape) or info.key.kind != "step")
+
+
+def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved: SavedState) -> Iterator[str]:
+    """Yield what does not fit between the optimizers and the checkpoint, one sentence each."""
+    mine = [group for optimizer in optimizers for group in group_names(optimizer, portions)]
+    known = [set(group["params"]) for group in saved.source.description.param_groups]
+    if mine and not known and not saved.infos:
+        yield "it holds no state of an optimizer; load it without one"
+        return
+    strange = sorted(
+        name
+        for number, group in enumerate(mine)
+        for name in group
+        if number >= len(known) or saved.names.get(name) not in known[number]
+    )
+    if len(known) != len(mine) or strange:
+        yield (
+            f"it has {len(known)} parameter groups, the optimizer {len(mine)}; not in the same group there: "
+            f"{', '.join(strange[:5]) or 'none'}; build the optimizer as it was built when the state was saved"
+        )
+    stepped = {name for group in mine for name in group} & saved.names.keys()
+    for portion in portions:
+        for info in saved.tensors(portion.name).values() if portion.name in stepped else ():
+            if info.shape not in (portion.shape, ()):
+                yield f"{info.key} has shape {info.shape}, its parameter {portion.shape}"
+
+
+def split_uneven(
+    engine: Engine, optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved: SavedState
+) -> None:
+    """Step parameters one by one where their saved step counts differ, or some have no state."""
+    shared = {portion.name: saved.shared(portion) for portion in portions}
+    for lane in engine.lanes():
+        for run in list(lane.runs):
+            if run.optimizer() in optimizers and len({shared[name] for name in _names_of(run)}) > 1:
+                run._split()
+
+
+def _names_of(run: Run) -> list[str]:
+    return [run.lane.name_of(position) for position in run.positions]
+
+
+def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved: SavedState) -> None:
+    """Put the saved options into the groups, whose dicts stay the same objects, and the saved state into the state."""
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    beside: dict[int, list[Portion]] = {}
+    for portion in portions:
+        beside.setdefault(id(portion.stepped), []).append(portion)
+    for (optimizer, group), values in zip(groups, saved.source.description.param_groups, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+        on_device = bool(group.get("fused") or group.get("capturable"))
+        for stepped in group["params"]:
+            if id(stepped) not in beside:  # of another model
+                continue
+            state = _state_of(stepped, beside[id(stepped)], saved, on_device)
+            if state:
+                optimizer.state[stepped] = state
+            else:
+                optimizer.state.pop(stepped, None)
+
+
+def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState, on_device: bool) -> State:
+    """Return the state of one stepped tensor, which stands for all of `parts`."""
+    first = parts[0]
+    state: State = dict(saved.rest(first.name))
+    for key, info in saved.tensors(first.name).items():
+        if is_elementwise(info, first):
+            state[key] = _elements(key, stepped, parts, saved)
+        else:
+            value = saved.source.read(info.key).clone()
+            state[key] = value.to(stepped.device) if on_device and key == "step" else value
+    return state
+
+
+def _elements(key: str, stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState) -> torch.Tensor:
+    infos = [saved.tensors(part.name)[key] for part in parts]
+    master = saved.source.tensors[TensorKey(PARAM, saved.names[parts[0].name])]
+    follows = infos[0].dtype == master.dtype and stepped.is_floating_point()
+    dtype = stepped.dtype if follows else infos[0].dtype
+    whole = torch.zeros(stepped.shape, dtype=dtype, device=stepped.device)
+    for part, info in zip(parts, infos, strict=True):
+        flat = whole.view(-1)[part.offset : part.offset + part.numel]
+        flat.copy_(saved.source.read_run(info.key, part.start, part.stop))
+    return whole
