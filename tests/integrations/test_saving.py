@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from ourshard import shard_model
+from ourshard.checkpoint.source import detect
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -15,6 +17,7 @@ from tests.integrations.tiny import adamw, halving, rows, tiny
 
 pytestmark = pytest.mark.ranks
 
+FULL: dict[str, Any] = {"checkpoint": {"format": "full"}}
 BATCH = 12  # examples of one step over all ranks: divides by 1, 2 and 3
 
 
@@ -64,6 +67,8 @@ def load_and_go_on(config: dict[str, Any], folder: str, build: str) -> dict[str,
     ("saved", "world", "loaded"),
     [
         ({"stage": 3}, 2, {"stage": 3}),
+        ({"stage": 3, **FULL}, 2, {"stage": 2}),
+        ({"stage": 3}, 2, {"stage": 3, **FULL}),
         ({"stage": 3, "persist_below": 0}, 3, {"stage": 1}),
         ({"stage": 3}, 1, {"stage": 0}),
     ],
@@ -146,7 +151,7 @@ def test_hooks_of_users_see_models_and_weights_as_ever(ranks, tmp_path):
 
 
 def load_another(folder: str, what: str) -> None:
-    accelerator, *_ = prepared({"stage": 3})
+    accelerator, *_ = prepared({"stage": 3, **(FULL if what == "file" else {})})
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     if what == "file":
@@ -168,4 +173,41 @@ def load_another(folder: str, what: str) -> None:
 def test_a_state_that_does_not_fit_is_refused_on_every_rank(ranks, tmp_path, what, message):
     with pytest.raises(AssertionError, match=message) as caught:
         ranks(2)(load_another, str(tmp_path), what)
-    assert [failure.type_name for failure in caught.value.failures] == ["ValueError", "ValueError"]
+    kind = "ValueError" if what == "file" else "CheckpointError"
+    assert [failure.type_name for failure in caught.value.failures] == [kind, kind]
+
+
+def save_three(folder: str) -> str:
+    """Save at three steps of which two are kept; then once more with a hook that fails on rank 1."""
+    accelerator, model, optimizer, scheduler = prepared({"stage": 3, "checkpoint": {"keep": 2}})
+    for step in range(3):
+        steps(accelerator, model, optimizer, scheduler, range(step, step + 1))
+        accelerator.save_state(f"{folder}/step-{step}")
+
+    def on_save(models: list[Any], weights: list[Any], where: str) -> None:
+        if accelerator.process_index == 1:
+            raise OSError("no room for the hook's file")
+
+    accelerator.register_save_state_pre_hook(on_save)
+    with pytest.raises((OSError, ValueError)) as error:
+        accelerator.save_state(f"{folder}/step-2")
+    return str(error.value)
+
+
+def test_old_checkpoints_go_and_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
+    for told in ranks(2)(save_three, str(tmp_path)):
+        assert "no room for the hook's file" in told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]
+    with detect(tmp_path / "step-2") as source:
+        assert source.description.step == 3
+        assert all(problem is None for _, problem in source.verify_files())
+    assert not (tmp_path / "step-2" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"asynchronous": True}, "not available in this version"), ({"format": "full", "keep": 2}, "are not counted")],
+)
+def test_what_a_save_would_not_follow_is_refused_at_the_start(config, message):
+    with pytest.raises(ValueError, match=message):
+        shard_model(tiny(), {"checkpoint": config})

@@ -21,7 +21,7 @@ SHOWS: dict[str, dict[str, Any]] = {
     "offload_host": {"offload.optimizer": "cpu", "offload.params": "none"},
     "offload_nvme": {"offload.optimizer": "nvme", "offload.params": "cpu"},
     "lora": {"stage": 3, "persist_below": 100_000},
-    "multi_node": {"stage": 3, "checkpoint.asynchronous": True},
+    "multi_node": {"stage": 3, "checkpoint.keep": 3},
 }
 
 

@@ -1,11 +1,14 @@
 """Saving and loading through an `Accelerator` whose models are sharded.
 
-Whole weights are written as accelerate writes them, so that every tool that reads its folders reads ours; optimizers
-are written whole too, by parameter name (`optimizer_state.py`), and load on any number of ranks and at any stage.
+`save_state` writes a folder `ourshard` (`ourshard_1`, ... for further models) with weights and optimizers in our
+sharded format, last of all, so that a folder that has it is complete; the rest are accelerate's own files. With
+`checkpoint.format: full` weights are whole, as accelerate writes them, and optimizers too, by parameter name
+(`optimizer_state.py`). Both load on any number of ranks and at any stage, whatever the format that is now asked for.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
 
+from ourshard.checkpoint import commit, running
+from ourshard.checkpoint.sharded import is_ours
+from ourshard.config import CheckpointFormat
 from ourshard.integrations import models, optimizer_state
 from ourshard.runtime import api
 
@@ -24,12 +30,16 @@ else:
     _Base = object
 
 OPTIMIZER_FILE = "ourshard_optimizer"
+SHARDED_FOLDER = "ourshard"
+
+logger = logging.getLogger("ourshard")
 
 
 class SavingMixin(_Base):
     """Whole state dicts, and the folders of `save_state`."""
 
     _for_files = False  # what is gathered now is for files: only the writing ranks keep it
+    _sharded_states: list[dict[str, Any]] | None = None  # not for accelerate to write
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return whole parameters and buffers on the CPU, on every rank, as under DDP. Collective.
@@ -41,7 +51,13 @@ class SavingMixin(_Base):
             return super().get_state_dict(model, unwrap)
         name = engine.config.checkpoint.save_dtype
         only_rank0 = self._for_files and not self.project_configuration.save_on_each_node
-        return api.full_state_dict(model, dtype=getattr(torch, name) if name else None, rank0_only=only_rank0)
+        if self._sharded_states is not None and len(self._save_model_state_pre_hook) == 1:
+            state: dict[str, Any] = {}  # no hook but ours is there to look at it
+        else:
+            state = api.full_state_dict(model, dtype=getattr(torch, name) if name else None, rank0_only=only_rank0)
+        if self._sharded_states is not None:
+            self._sharded_states.append(state)
+        return state
 
     @property
     def _writes_files(self) -> bool:
@@ -74,24 +90,79 @@ class SavingMixin(_Base):
             super().save_model(model, save_directory, *args, **kwargs)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Write models, optimizers, schedulers, RNG and everything else that `load_state` reads. Collective."""
+        """Write models, optimizers, schedulers, RNG and everything else that `load_state` reads. Collective.
+
+        If a rank fails, all raise; what `output_dir` held of our format before is then still there, and loads.
+        """
+        engines = self._engines()
+        if engines and engines[0].config.checkpoint.format is CheckpointFormat.SHARDED:
+            return self._save_sharded(output_dir, *args, **kwargs)
         with self._without_optimizers() as optimizers, self._gathering_for_files():
             location = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(optimizers):
-            whole = optimizer_state.gather(optimizer.optimizer, self._engines(), keep=self._writes_files)
+            whole = optimizer_state.gather(optimizer.optimizer, engines, keep=self._writes_files)
             self.save(whole, _optimizer_file(location, number))
+        if self._writes_files:  # what `load_state` would take first
+            for number in range(len(self._models)):
+                commit.abandon(sharded_folder(Path(location), number))
         return location
+
+    def _save_sharded(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
+        if self.project_configuration.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node: the sharded format has each rank's rows once, on one disk that all ranks see; set "
+                "checkpoint.format to full, or save_on_each_node to False."
+            )
+        engines = self._engines()
+        with running.together(engines[0], "save_state"), self._without_optimizers() as optimizers:
+            location = self._save_rest(output_dir, *args, **kwargs)
+        for number in reversed(range(len(self._models))):
+            if models.engine_of(self._models[number]) is not None:
+                folder = sharded_folder(Path(location), number)
+                running.save(models.inner(self._models[number]), optimizers, folder, replace=True)
+        self._retain(engines[0], Path(location))
+        return location
+
+    def _save_rest(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
+        """Write what is not ours, with no weights of sharded models; hooks of users see them as ever."""
+        ours: list[dict[str, Any]] = []
+
+        def drop_sharded(found: list[torch.nn.Module], weights: list[Any], where: str) -> None:
+            weights[:] = [state for state in weights if not any(state is own for own in ours)]
+
+        handle = self.register_save_state_pre_hook(drop_sharded)
+        self._sharded_states = ours
+        try:
+            with self._gathering_for_files():
+                return super().save_state(output_dir, *args, **kwargs)
+        finally:
+            self._sharded_states = None
+            handle.remove()
+
+    def _retain(self, engine: api.Engine, location: Path) -> None:
+        keep = engine.config.checkpoint.keep
+        if keep is None:
+            return
+        number = next(n for n, model in enumerate(self._models) if models.engine_of(model) is not None)
+        with running.together(engine, "save_state: removing old checkpoints"):
+            if self.is_main_process:
+                removed = commit.retain(location.absolute().parent, keep, inner=sharded_folder(Path(), number).name)
+                for path in removed:
+                    logger.info("Removed %s: checkpoint.keep is %d.", path, keep)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` wrote, on any number of ranks. Collective."""
         folder: list[Path] = []
+        sharded: list[int] = []
 
         def load_models(found: list[torch.nn.Module], where: str) -> None:
             """Load what the user's hooks left over; stock accelerate would load rank 0's file into shards."""
             folder.append(Path(where))
+            sharded.extend(self._load_sharded(found, Path(where), optimizers))
             for number in reversed(range(len(found))):
                 if models.engine_of(found[number]) is not None:
-                    api.load_full_state_dict(found[number], read_weights(Path(where), number))
+                    if self._number_of(found[number]) not in sharded:
+                        api.load_full_state_dict(found[number], read_weights(Path(where), number))
                     del found[number]
 
         handle = self.register_load_state_pre_hook(load_models)
@@ -100,12 +171,31 @@ class SavingMixin(_Base):
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
-        for number, optimizer in enumerate(optimizers):
+        for number, optimizer in enumerate(optimizers if not sharded else ()):
             optimizer_state.load(optimizer.optimizer, self._engines(), _optimizer_file(folder[0], number))
+
+    def _load_sharded(self, wanted: list[torch.nn.Module], where: Path, optimizers: list[Any]) -> list[int]:
+        """Load models that lie in `where` in our format, weights of `wanted` ones only; return their numbers."""
+        found = []
+        for number, model in enumerate(self._models):
+            folder = commit.standing(sharded_folder(where, number))
+            if models.engine_of(model) is not None and is_ours(folder):
+                weights = any(each is model for each in wanted)
+                running.load(models.inner(model), optimizers, folder, weights=weights)
+                found.append(number)
+        return found
+
+    def _number_of(self, model: torch.nn.Module) -> int:
+        return next(number for number, each in enumerate(self._models) if each is model)
 
     def _engines(self) -> list[api.Engine]:
         found = [models.engine_of(model) for model in self._models]
         return [engine for engine in found if engine is not None]
+
+
+def sharded_folder(folder: Path, number: int) -> Path:
+    """Return where model `number` lies in a folder of `save_state`."""
+    return folder / (f"{SHARDED_FOLDER}_{number}" if number else SHARDED_FOLDER)
 
 
 def _optimizer_file(folder: str | os.PathLike[str], number: int) -> Path:
