@@ -34,20 +34,23 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """A model with the shape of a language model: embedding, blocks, norm, head."""
 
-    def __init__(self, frozen: bool = False) -> None:
+    def __init__(self, variant: str = "") -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        vocabulary = 25_000 if variant == "large vocabulary" else VOCABULARY
+        self.times = 2 if variant == "blocks run twice" else 1
+        self.embed = nn.Embedding(vocabulary, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(4)])
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if frozen:
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        if variant == "frozen base":
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_("norm" in name or "down" in name)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = block(x)
         return self.head(self.norm(x)).float().square().mean()
 
 
@@ -62,11 +65,11 @@ class Seen:
     peak_total: int
 
 
-def train(values: dict[str, Any], frozen: bool, micro_batches: int) -> Seen:
+def train(values: dict[str, Any], variant: str, micro_batches: int) -> Seen:
     from ourshard.runtime.api import adopt_optimizer, engine_of, shard_model
 
     torch.manual_seed(0)
-    model = shard_model(Tiny(frozen), {**values, "ledger": True}, cast_small=False)
+    model = shard_model(Tiny(variant), {**values, "ledger": True}, cast_small=False)
     optimizer = adopt_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3))
     engine = engine_of(model)
     assert engine is not None
@@ -87,47 +90,51 @@ def train(values: dict[str, Any], frozen: bool, micro_batches: int) -> Seen:
     return Seen(list(ledger.trace or ()), dict(ledger.wire), ledger.held, ledger.peak, ledger.peak_total)
 
 
-def rehearse(values: dict[str, Any], frozen: bool, micro_batches: int, mesh: MeshSizes) -> tuple[Rehearsal, list[Move]]:
+def rehearse(values: dict[str, Any], variant: str, micro_batches: int, mesh: MeshSizes) -> tuple[Rehearsal, list[Move]]:
     config = ShardConfig.from_dict(values)
     with torch.device("meta"):
-        model = Tiny(frozen)
+        model = Tiny(variant)
         ids = torch.zeros(2, LENGTH, dtype=torch.long)
     planned = plan_model(model, config, mesh.shard)
     autocast = torch.bfloat16 if "precision" in values else None
-    visits = trace(model, list(planned.modules), {"ids": ids}, autocast=autocast).visits
+    visits = trace(model, planned.parts(), {"ids": ids}, autocast=autocast).visits
     rehearsal = Rehearsal(planned, config, mesh, visits, micro_batches, buffers_in_flight=1)
     return rehearsal, rehearsal.settled()
 
 
 HALF = {"precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 SMALL = {"persist_below": 100}
-CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
-    "stage 0": ({"stage": 0}, False, 1),
-    "stage 1": ({"stage": 1}, False, 1),
-    "stage 2": ({"stage": 2}, False, 1),
-    "stage 3": ({"stage": 3}, False, 1),
-    "stage 3, nothing small": ({"stage": 3, **SMALL}, False, 1),
-    "stage 3, kept whole between forward and backward": ({"stage": 3, "reshard_after_forward": False}, False, 1),
-    "stage 3, no prefetch": ({"stage": 3, "prefetch": {"forward": 0, "backward": 0}}, False, 1),
-    "stage 3, two ahead": ({"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, False, 1),
-    "stage 3, accumulation in shards": ({"stage": 3}, False, 2),
-    "stage 3, deferred accumulation": ({"stage": 3, "accumulate": "deferred"}, False, 2),
-    "stage 1, accumulation": ({"stage": 1}, False, 2),
-    "stage 0, 16 bits": ({"stage": 0, **HALF}, False, 1),
-    "stage 1, 16 bits": ({"stage": 1, **HALF}, False, 2),
-    "stage 2, 16 bits": ({"stage": 2, **HALF}, False, 1),
-    "stage 3, 16 bits": ({"stage": 3, **HALF}, False, 2),
-    "stage 3, frozen base": ({"stage": 3, **HALF}, True, 1),
-    "stage 2, frozen base": ({"stage": 2}, True, 1),
+CASES: dict[str, tuple[dict[str, Any], str, int]] = {
+    "stage 0": ({"stage": 0}, "", 1),
+    "stage 1": ({"stage": 1}, "", 1),
+    "stage 2": ({"stage": 2}, "", 1),
+    "stage 3": ({"stage": 3}, "", 1),
+    "stage 3, nothing small": ({"stage": 3, **SMALL}, "", 1),
+    "stage 3, kept whole between forward and backward": ({"stage": 3, "reshard_after_forward": False}, "", 1),
+    "stage 3, no prefetch": ({"stage": 3, "prefetch": {"forward": 0, "backward": 0}}, "", 1),
+    "stage 3, two ahead": ({"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, "", 1),
+    "stage 3, accumulation in shards": ({"stage": 3}, "", 2),
+    "stage 3, deferred accumulation": ({"stage": 3, "accumulate": "deferred"}, "", 2),
+    "stage 1, accumulation": ({"stage": 1}, "", 2),
+    "stage 0, 16 bits": ({"stage": 0, **HALF}, "", 1),
+    "stage 1, 16 bits": ({"stage": 1, **HALF}, "", 2),
+    "stage 2, 16 bits": ({"stage": 2, **HALF}, "", 1),
+    "stage 3, 16 bits": ({"stage": 3, **HALF}, "", 2),
+    "stage 3, frozen base": ({"stage": 3, **HALF}, "frozen base", 1),
+    "stage 2, frozen base": ({"stage": 2}, "frozen base", 1),
+    "stage 3, embedding and head of their own": ({"stage": 3}, "large vocabulary", 2),
+    "stage 2, embedding and head of their own": ({"stage": 2, **HALF}, "large vocabulary", 1),
+    "stage 3, units merged": ({"stage": 3, "wrap": {"merge": 200_000}}, "", 1),
+    "stage 3, blocks run twice": ({"stage": 3}, "blocks run twice", 2),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_a_rehearsal_counts_what_the_ledger_counts(name: str, ranks: Callable[..., Any]) -> None:
-    values, frozen, micro_batches = CASES[name]
-    seen: Seen = ranks(2)(train, values, frozen, micro_batches, timeout=60)[0]
-    compare(seen, *rehearse(values, frozen, micro_batches, MeshSizes(2)))
+    values, variant, micro_batches = CASES[name]
+    seen: Seen = ranks(2)(train, values, variant, micro_batches, timeout=60)[0]
+    compare(seen, *rehearse(values, variant, micro_batches, MeshSizes(2)))
 
 
 @pytest.mark.ranks
@@ -136,8 +143,8 @@ def test_a_rehearsal_of_a_hybrid_mesh_counts_what_the_ledger_counts(
     micro_batches: int, ranks: Callable[..., Any]
 ) -> None:
     values = {"stage": 3, "shard_size": 2}
-    seen: Seen = ranks(4)(train, values, False, micro_batches, timeout=90)[0]
-    compare(seen, *rehearse(values, False, micro_batches, MeshSizes(2, 2)))
+    seen: Seen = ranks(4)(train, values, "", micro_batches, timeout=90)[0]
+    compare(seen, *rehearse(values, "", micro_batches, MeshSizes(2, 2)))
 
 
 def compare(seen: Seen, rehearsal: Rehearsal, moves: list[Move]) -> None:

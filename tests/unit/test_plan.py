@@ -26,7 +26,7 @@ from ourshard.planning.model import load_model, make_batch, parse_input
 from ourshard.planning.plan import Planner, Workload, candidates, cheapest, mesh_of, scaling, traffic
 from ourshard.planning.rehearsal import Does, MeshSizes, Move, Rehearsal
 from ourshard.planning.simulate import simulate
-from ourshard.planning.trace import Kernel, Trace, trace
+from ourshard.planning.trace import Kernel, Trace, UnitParts, trace
 from ourshard.planning.wire import Axes, Step, Transport, by_collective, lane_traffic
 from ourshard.runtime.ledger import Kind
 from torch import nn
@@ -71,7 +71,7 @@ def stack(blocks: int = BLOCKS) -> Stack:
 def fake_run(samples: int = 4, **options: Any) -> Trace:
     model = stack()
     x = torch.zeros(samples, WIDTH, device="meta", requires_grad=True)
-    return trace(model, list(model.blocks), {"x": x}, **options)
+    return trace(model, [*(UnitParts([block]) for block in model.blocks), UnitParts([])], {"x": x}, **options)
 
 
 def rehearse(config: ShardConfig, mesh: MeshSizes, micro_batches: int = 1) -> tuple[Rehearsal, list[Move]]:
@@ -92,7 +92,7 @@ def test_stage_3_holds_its_part_of_masters_and_states_and_of_gradients_until_the
     memory = memory_of(rehearsal.planned, moves, OPTIMIZERS[optimizer], workspace=0)
     assert memory.at_rest == PARAMETERS / world * (4 + 4 * OPTIMIZERS[optimizer].states)
     step = next(move for move in moves if move.does is Does.STEP)
-    assert sum(step.held.values()) + step.in_flight - step.freed == PARAMETERS / world * (4 + 4)
+    assert sum(step.held.values()) + step.in_flight == PARAMETERS / world * (4 + 4)
 
 
 @pytest.mark.parametrize(("depth", "slots"), [(0, 1), (1, 2), (2, 3)])
@@ -197,6 +197,26 @@ def test_visits_go_through_the_units_and_back() -> None:
     assert [visit for visit in order if visit[0] != BLOCKS] == forward + backward
 
 
+def test_tied_parameters_stay_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(2000, 32)
+            self.head = nn.Linear(32, 2000, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids)).sum()
+
+    with torch.device("meta"):
+        model = Tied()
+        ids = torch.zeros(1, 4, dtype=torch.long)
+    watched = [UnitParts([], [model.embed.weight]), UnitParts([])]
+    run = trace(model, watched, {"ids": ids})
+    assert model.head.weight is model.embed.weight
+    assert [visit.graded for visit in run.visits if visit.graded] == [(0,)]
+
+
 def test_autocast_follows_cuda() -> None:
     x, w = torch.ones(2, 4), torch.ones(4, 4)
     with CudaAutocast(torch.bfloat16):
@@ -215,7 +235,7 @@ def test_attention_counts_as_two_products_forward_and_five_backward() -> None:
             return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True).sum()
 
     q = torch.zeros(2, 3, 256, 64, device="meta", requires_grad=True)
-    run = trace(Attention(), [], {"q": q})
+    run = trace(Attention(), [UnitParts([])], {"q": q})
     assert run.flops == (2 + 5) * 2 * (2 * 3 * 256 * 256 * 64) // 2
 
 

@@ -18,6 +18,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "wrap.classes": "module classes that are units",
     "wrap.modules": "dotted names of the modules that are units",
     "wrap.min_params": "least elements of a unit",
+    "wrap.merge": "bytes up to which neighbouring small units are gathered as one; null is 64 MiB on GPUs",
     "wrap.ignore": "dotted names of modules that are left alone",
     "precision.param_dtype": "forward and backward compute in it; null follows mixed_precision",
     "precision.reduce_dtype": "gradients travel in it; null follows mixed_precision",

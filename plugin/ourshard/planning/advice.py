@@ -38,10 +38,12 @@ def runtime_memory(
 def _bare_visits(planned: PlannedModel) -> list[Visit]:
     """Return a pass through the units that computes nothing: what the runtime holds does not depend on more."""
     root = len(planned.units) - 1
-    forward = [*range(root), root]
+    inner = [index for index, unit in enumerate(planned.units) if not unit.rooted]
+    fixtures = tuple(index for index, unit in enumerate(planned.units[:-1]) if unit.rooted)
     return [
-        *(Visit(unit, False, {}, 0, 0) for unit in forward),
-        *(Visit(unit, True, {}, 0, 0) for unit in reversed(forward)),
+        *(Visit(unit, False, {}, 0, 0) for unit in (*inner, root)),
+        Visit(root, True, {}, 0, 0, graded=fixtures),
+        *(Visit(unit, True, {}, 0, 0) for unit in reversed(inner)),
     ]
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ourshard.config import ShardConfig
-from ourshard.runtime.build import plan_lanes
+from ourshard.planning.trace import UnitParts
+from ourshard.runtime.build import _merge_numel, plan_lanes
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
 
@@ -57,10 +58,13 @@ class PlannedLane:
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
-    """A unit by its lanes."""
+    """A unit by its lanes. `modules` are those whose forwards use it, in order; a rooted unit has none."""
 
     name: str
     lanes: tuple[PlannedLane, ...]
+    modules: tuple[nn.Module, ...] = ()
+    parameters: tuple[nn.Parameter, ...] = ()
+    rooted: bool = False  # whole from the root's forward to the end of backward
 
     @property
     def label(self) -> str:
@@ -71,10 +75,6 @@ class PlannedUnit:
         return any(lane.sharded for lane in self.lanes)
 
     @property
-    def trainable(self) -> bool:
-        return any(lane.trainable for lane in self.lanes)
-
-    @property
     def slot_nbytes(self) -> int:
         """Bytes of the whole parameters that are let go after use."""
         return sum(lane.full_nbytes for lane in self.lanes if lane.sharded)
@@ -82,39 +82,43 @@ class PlannedUnit:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """The units of a model, the root last, and the modules that they are."""
+    """The units of a model, the root last."""
 
     units: tuple[PlannedUnit, ...]
-    modules: tuple[nn.Module, ...]  # without the root
 
     @property
     def lanes(self) -> tuple[PlannedLane, ...]:
         return tuple(lane for unit in self.units for lane in unit.lanes)
 
-    @property
-    def numel(self) -> int:
-        return sum(lane.used_numel for lane in self.lanes)
+    def parts(self) -> list[UnitParts]:
+        """Return what the fake run needs to know of the units."""
+        return [UnitParts(unit.modules, unit.parameters if unit.rooted else ()) for unit in self.units]
 
 
-def plan_model(model: nn.Module, config: ShardConfig, shard_ranks: int, *, cast_small: bool = False) -> PlannedModel:
+def plan_model(
+    model: nn.Module, config: ShardConfig, shard_ranks: int, *, cast_small: bool = False, gpu: bool = False
+) -> PlannedModel:
     """Lay out `model` (parameters may be on the meta device) for `shard_ranks` ranks on the shard axis.
 
-    `cast_small` is the runtime's: Accelerate's mixed precision leaves small parameters in their own dtype.
+    `cast_small` is the runtime's: Accelerate's mixed precision leaves small parameters in their own dtype. On a `gpu`
+    the runtime merges small units.
     """
     settings: Any = SimpleNamespace(
         config=config,
-        mesh=SimpleNamespace(shard=SimpleNamespace(size=shard_ranks)),
+        mesh=SimpleNamespace(
+            shard=SimpleNamespace(size=shard_ranks), device=SimpleNamespace(type="cuda" if gpu else "cpu")
+        ),
         param_dtype=_dtype(config.precision.param_dtype),
         master_dtype=_dtype(config.precision.master_dtype) or torch.float32,
         cast_small=cast_small,
     )
     reduce_dtype = _dtype(config.precision.reduce_dtype)
-    stock = take_stock(model, config.wrap)
     units = []
-    for entry in stock:
+    for entry in take_stock(model, config.wrap, _merge_numel(settings)):
         lanes = tuple(_lane(lane, reduce_dtype) for lane in plan_lanes(entry.parameters, settings).lanes)
-        units.append(PlannedUnit(entry.name, lanes))
-    return PlannedModel(tuple(units), tuple(module for entry in stock for module in entry.modules))
+        parameters = tuple(parameter.tensor for parameter in entry.parameters)
+        units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
+    return PlannedModel(tuple(units))
 
 
 def _lane(layout: Any, reduce_dtype: torch.dtype | None) -> PlannedLane:

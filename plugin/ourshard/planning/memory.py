@@ -70,7 +70,7 @@ def memory_of(
         optimizer=states,
         whole=held.get(Kind.FULL, 0),
         slots=held.get(Kind.SLOT, 0),
-        gradients=held.get(Kind.GRADIENT, 0) + held.get(Kind.REDUCE, 0) + moves[top].in_flight - moves[top].freed,
+        gradients=held.get(Kind.GRADIENT, 0) + held.get(Kind.REDUCE, 0) + moves[top].in_flight,
         activations=alive[top] + inputs,
         workspace=workspace,
         at_rest=_engine(moves[-1]) + states + workspace,
@@ -78,4 +78,4 @@ def memory_of(
 
 
 def _engine(move: Move) -> int:
-    return sum(move.held.values()) + move.in_flight - move.freed
+    return sum(move.held.values()) + move.in_flight

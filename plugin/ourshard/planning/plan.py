@@ -18,7 +18,7 @@ from ourshard.planning.memory import Memory, memory_of
 from ourshard.planning.model import Batch
 from ourshard.planning.rehearsal import MeshSizes, Move, Rehearsal
 from ourshard.planning.simulate import Timing, group_of, simulate
-from ourshard.planning.trace import Trace, trace
+from ourshard.planning.trace import Trace, UnitParts, trace
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -113,7 +113,7 @@ class Planner:
         """
         config = self._resolved(config)
         mesh = mesh_of(config, self.hardware)
-        planned = plan_model(self.model, config, mesh.shard, cast_small=not self.workload.accelerate)
+        planned = plan_model(self.model, config, mesh.shard, cast_small=not self.workload.accelerate, gpu=True)
         peer = self._uses_peer_copies(config, mesh)
         moves = self._rehearse(planned, config, mesh, peer)
         optimizer = OPTIMIZERS[self.workload.optimizer]
@@ -162,9 +162,7 @@ class Planner:
         if key not in self._traces:
             model = copy.deepcopy(self.model)
             _cast_parameters(model, dtype, config.persist_below if self.workload.accelerate else 0)
-            modules = dict(model.named_modules())
-            names = {id(module): name for name, module in self.model.named_modules()}
-            units = [modules[names[id(module)]] for module in planned.modules]
+            units = _same_parts(planned.parts(), self.model, model)
             autocast = dtype if dtype.itemsize == 2 and self.workload.accelerate else None
             self._traces[key] = trace(
                 model,
@@ -174,6 +172,16 @@ class Planner:
                 activation_checkpointing=config.activation_checkpointing,
             )
         return self._traces[key]
+
+
+def _same_parts(parts: Sequence[UnitParts], original: nn.Module, twin: nn.Module) -> list[UnitParts]:
+    """Return the modules and parameters of `twin`, a copy, that `parts` names in `original`."""
+    modules = {id(old): new for old, new in zip(original.modules(), twin.modules(), strict=True)}
+    parameters = {id(old): new for old, new in zip(original.parameters(), twin.parameters(), strict=True)}
+    return [
+        UnitParts([modules[id(module)] for module in part.modules], [parameters[id(p)] for p in part.watched])
+        for part in parts
+    ]
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype, persist_below: int) -> None:

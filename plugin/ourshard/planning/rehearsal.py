@@ -77,7 +77,6 @@ class Move:
     unit: int
     held: dict[Kind, int]
     in_flight: int = 0  # bytes that the ledger has not: gradients before they are taken, buffers that reductions read
-    freed: int = 0  # bytes that the ledger still has: gradients that `zero_grad` freed
     collectives: tuple[Collective, ...] = ()
     nbytes: int = 0
     visit: Visit | None = None
@@ -90,8 +89,7 @@ class _Lane:
     planned: PlannedLane
     arriving: int = 0  # bytes in the ledger; 0 when there is none
     lent: bool = False  # `arriving` is in the peers' arena, which is counted once
-    gradient: bool = False  # the ledger has the reduced gradient
-    freed: bool = False  # `zero_grad` freed it, which the ledger hears of when the next one is taken
+    gradient: bool = False  # there is a reduced gradient
 
 
 @dataclass(slots=True)
@@ -105,6 +103,7 @@ class _Unit:
     is_ahead: bool = False
     held: bool = False
     running: bool = False
+    calls: int = 0  # forwards whose backward is still to come
     reduced: bool = False
     is_pending: bool = True  # its backward is still to come; always true of the root
     in_flight: int = 0
@@ -156,6 +155,7 @@ class Rehearsal:
             _Unit(unit, index, [_Lane(lane) for lane in unit.lanes]) for index, unit in enumerate(self.planned.units)
         ]
         self._root = self._units[-1]
+        self._rooted = [self._root, *(unit for unit in self._units[:-1] if unit.planned.rooted)]
         self._backward = False
         self._sync = True
         self._pending: list[int] = []  # bytes of the buffers of reductions that compute has not waited for
@@ -191,14 +191,16 @@ class Rehearsal:
         for unit in self._units:
             unit.is_pending = True
         self._schedule.begin(("forward", True), self.config.prefetch.forward)
-        self._require(self._root)
-        self._root.held = True
+        for unit in self._rooted:
+            self._require(unit)
+            unit.held = True
         for visit in self._visits(backward=False):
             unit = self._units[visit.unit]
-            if unit is not self._root:
+            if not unit.planned.rooted:
                 self._require(unit)
+                unit.calls += 1
             self._move(Does.COMPUTE, unit, visit=visit)
-            if unit is not self._root and self.config.reshard_after_forward:
+            if not unit.planned.rooted and self.config.reshard_after_forward:
                 self._release(unit)
         self._schedule.end()
 
@@ -207,14 +209,20 @@ class Rehearsal:
         for unit in self._units:
             unit.reduced = False
         self._schedule.begin(("backward", self._sync), self.config.prefetch.backward)
+        for unit in self._rooted:
+            self._require(unit)
         for visit in self._visits(backward=True):
             unit = self._units[visit.unit]
-            if not unit.running:
+            if not unit.running and not unit.planned.rooted:
                 self._require(unit)
                 unit.running = True
             self._move(Does.COMPUTE, unit, visit=visit)  # what it makes of gradients counts in the visit
             unit.in_flight = sum(_leaf_nbytes(lane.planned) for lane in unit.lanes)
-            if unit is not self._root and visit.bounded:
+            for rooted in (self._units[index] for index in visit.graded):
+                rooted.in_flight = sum(_leaf_nbytes(lane.planned) for lane in rooted.lanes)
+                self._reduce_or_keep(rooted)
+            unit.calls = max(0, unit.calls - 1)
+            if not unit.planned.rooted and visit.bounded and not unit.calls:
                 self._leave(unit)
         for unit in (*reversed(self._units[:-1]), self._root):
             if self._reduces_now(unit) and (not unit.reduced or unit.in_flight):
@@ -227,6 +235,7 @@ class Rehearsal:
         self._move(Does.JOIN, self._root)
         for unit in self._units:
             unit.held = unit.running = False
+            unit.calls = 0
             self._release(unit)
 
     def _visits(self, backward: bool) -> Iterable[Visit]:
@@ -235,11 +244,14 @@ class Rehearsal:
     def _leave(self, unit: _Unit) -> None:
         """Follow `Unit.after_backward`."""
         unit.running = unit.is_pending = False
+        self._reduce_or_keep(unit)
+        self._release(unit)
+
+    def _reduce_or_keep(self, unit: _Unit) -> None:
         if self._reduces_now(unit):
             self._schedule.need(Action.REDUCE, unit)  # type: ignore[arg-type]  # the schedule asks only for `index`
         else:
             self._put_aside(unit)
-        self._release(unit)
 
     def _optimize(self) -> None:
         lanes = [lane for lane in self.planned.lanes if lane.trainable]
@@ -249,7 +261,7 @@ class Rehearsal:
         self._move(Does.STEP, self._root, nbytes=masters)
         for unit in self._units:
             for lane in unit.lanes:
-                lane.freed = lane.gradient and not lane.planned.placement.whole
+                self._zero_grad(lane)
         for unit in self._units:
             if any(not lane.direct for lane in unit.planned.lanes):
                 unit.whole = False
@@ -257,6 +269,12 @@ class Rehearsal:
             if not unit.planned.sharded:
                 self._gather(unit)
         self._move(Does.REST, self._root)
+
+    def _zero_grad(self, lane: _Lane) -> None:
+        """Free the reduced gradient; whole ones stay."""
+        if lane.gradient and not lane.planned.placement.whole:
+            lane.gradient = False
+            self._held[Kind.GRADIENT] -= lane.planned.master_nbytes
 
     # ---- whole parameters ----------------------------------------------------------------------------------
 
@@ -321,11 +339,8 @@ class Rehearsal:
         if not planned.trainable:
             return
         width = planned.reduce_nbytes if reduce_next and not planned.direct else planned.store_nbytes
-        if lane.freed:
-            lane.freed = lane.gradient = False
-            self._held[Kind.GRADIENT] -= planned.master_nbytes
         if not lane.arriving and not lane.lent:
-            lane.lent = reduce_next and self.peer and unit is not self._root and not planned.placement.whole
+            lane.lent = reduce_next and self.peer and not unit.planned.rooted and not planned.placement.whole
             if not lane.lent:
                 lane.arriving = planned.numel * width
                 self._held[_arriving_kind(planned)] += lane.arriving
@@ -377,9 +392,7 @@ class Rehearsal:
         visit: Visit | None = None,
     ) -> None:
         in_flight = sum(other.in_flight for other in self._units) + sum(self._pending) + self._pulled
-        lanes = (lane for other in self._units for lane in other.lanes)
-        freed = sum(lane.planned.master_nbytes for lane in lanes if lane.freed)
-        self.moves.append(Move(does, unit.index, dict(self._held), in_flight, freed, collectives, nbytes, visit))
+        self.moves.append(Move(does, unit.index, dict(self._held), in_flight, collectives, nbytes, visit))
 
 
 def _at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
@@ -400,8 +413,8 @@ def _arriving_kind(lane: PlannedLane) -> Kind:
 def _peer_nbytes(planned: PlannedModel, ranks: int) -> tuple[int, int]:
     """Return the bytes of a staging buffer and of the arena: `_sizes` in runtime/peer.py."""
     staging = arena = 0
-    for unit in planned.units[:-1]:
-        lanes = [lane for lane in unit.lanes if not lane.placement.whole]
+    for unit in planned.units:
+        lanes = [lane for lane in unit.lanes if not lane.placement.whole and not unit.rooted]
         staging = max([staging, *(lane.full_nbytes // ranks for lane in lanes)])
         arena = max(arena, sum(_aligned(lane.numel * lane.reduce_nbytes) for lane in lanes if lane.trainable))
     return _aligned(staging), _aligned(arena)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +36,13 @@ _CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 _ALLOCATIONS = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
 
 
+class UnitParts(NamedTuple):
+    """What the fake run hears of a unit by: its modules, in order, or the parameters that complete it."""
+
+    modules: Sequence[nn.Module]
+    watched: Sequence[nn.Parameter] = ()  # of a rooted unit, which no boundary of a module ends
+
+
 class Kernel(NamedTuple):
     """A kind of kernel: what one call computes and moves. `flops` is 0 for all but matrix products and attention."""
 
@@ -54,6 +61,7 @@ class Visit:
     peak: int  # most bytes of activations alive at once during it, all units' together
     alive: int  # bytes of activations alive at its end
     bounded: bool = True  # a gradient leaves the unit by its inputs; without, it counts as finished when backward is
+    graded: tuple[int, ...] = ()  # rooted units whose gradients were complete in it, in order
 
     @property
     def flops(self) -> int:
@@ -104,14 +112,16 @@ class _FlashAttention(TorchFunctionMode):
 class _Meter(TorchDispatchMode):
     """Count operations and living storages, and cut them into visits."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, units: Sequence[UnitParts]) -> None:
         super().__init__()
-        self.root = root
+        self.root = root = len(units) - 1
+        self.merged = {index for index, unit in enumerate(units) if len(unit.modules) > 1}
         self.alive = 0
         self.visits: list[Visit] = []
         self.open = _Open(root, backward=False)
         self.bounded: set[int] = {root}
-        self.graded: list[torch.Tensor] = []  # parameters that got their gradient in the visit that is going on
+        self.fresh: list[torch.Tensor] = []  # parameters that got their gradient in the visit that is going on
+        self.graded: list[int] = []  # rooted units whose gradients were complete in it
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def ignore(self, model: nn.Module) -> None:
@@ -153,13 +163,21 @@ class _Meter(TorchDispatchMode):
         self.open = _Open(unit, backward, peak=self.alive)
 
     def close(self) -> None:
-        for parameter in self.graded:
+        for parameter in self.fresh:
             parameter.grad = None
-        self.graded.clear()
-        if self.open.kernels:
-            done = self.open
-            bounded = done.unit in self.bounded
-            self.visits.append(Visit(done.unit, done.backward, dict(done.kernels), done.peak, self.alive, bounded))
+        self.fresh.clear()
+        done = self.open
+        if done.kernels or self.graded:
+            last = self.visits[-1] if self.visits else None
+            same = last is not None and (last.unit, last.backward, last.graded) == (done.unit, done.backward, ())
+            if last is not None and same and done.unit in self.merged:
+                self.visits.pop()  # the next module of a merged unit
+                done.kernels.update(last.kernels)
+                done.peak = max(done.peak, last.peak)
+            bounded, graded = done.unit in self.bounded, tuple(self.graded)
+            kernels = dict(done.kernels)
+            self.visits.append(Visit(done.unit, done.backward, kernels, done.peak, self.alive, bounded, graded))
+            self.graded.clear()
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -169,7 +187,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def trace(
     model: nn.Module,
-    units: list[nn.Module],
+    units: Sequence[UnitParts],
     inputs: Mapping[str, Any],
     *,
     autocast: torch.dtype | None = None,
@@ -178,14 +196,16 @@ def trace(
 ) -> Trace:
     """Run `model`, whose parameters are on the meta device, forward and backward on fake tensors: Note [Fake run].
 
-    `inputs` are its keyword arguments; tensors on the meta device. `loss` picks the tensor to start backward from; by
-    default the output's `loss`, else the sum of its first tensor. With `activation_checkpointing` units are recomputed.
+    `units` are in the runtime's order, the root last. `inputs` are keyword arguments of the model; tensors on the meta
+    device. `loss` picks the tensor to start backward from; by default the output's `loss`, else the sum of its first
+    tensor. With `activation_checkpointing` units are recomputed.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _materialise(model)
+        fakes = _materialise(model)
+        units = [UnitParts(unit.modules, [fakes.get(id(p), p) for p in unit.watched]) for unit in units]
         arguments = {key: _on_cpu(value) for key, value in inputs.items()}
-        meter = _Meter(len(units))
+        meter = _Meter(units)
         meter.ignore(model)
         model.train()
         config: Any = getattr(model, "config", None)
@@ -193,7 +213,7 @@ def trace(
             # Without a cache transformers looks for packed sequences, and sees none of the values of fake tensors.
             config.use_cache = True
         if activation_checkpointing:
-            stack.enter_context(_recomputation(units, autocast))
+            stack.enter_context(_recomputation([module for unit in units for module in unit.modules], autocast))
         stack.enter_context(_boundaries(model, units, meter))
         stack.enter_context(_FlashAttention())
         stack.enter_context(meter)
@@ -212,16 +232,23 @@ def trace(
         return Trace(tuple(meter.visits))
 
 
-def _materialise(model: nn.Module) -> None:
-    """Give meta parameters and buffers fake storage on the CPU."""
+def _materialise(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Give meta parameters and buffers fake storage on the CPU; return the new parameters by the id of the old ones.
+
+    Tied parameters stay tied.
+    """
+    fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                fake = torch.empty_like(parameter, device="cpu")
-                module._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                if id(parameter) not in fakes:
+                    fake = torch.empty_like(parameter, device="cpu")
+                    fakes[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                module._parameters[name] = fakes[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    return fakes
 
 
 def _on_cpu(value: Any) -> Any:
@@ -249,15 +276,20 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _boundaries(model: nn.Module, units: list[nn.Module], meter: _Meter) -> Iterator[None]:
+def _boundaries(model: nn.Module, units: Sequence[UnitParts], meter: _Meter) -> Iterator[None]:
     """Tell the meter where each unit's forward and backward begin and end, and of parameters' gradients."""
     handles = []
     for index, unit in enumerate(units):
-        handles.append(unit.register_forward_pre_hook(_before(index, meter), with_kwargs=True))
-        handles.append(unit.register_forward_hook(_after(index, meter)))
+        for place, module in enumerate(unit.modules):
+            handles.append(module.register_forward_pre_hook(_before(index, meter, place == 0), with_kwargs=True))
+            handles.append(module.register_forward_hook(_after(index, meter)))
     for parameter in model.parameters():
         if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(meter.graded.append))
+            handles.append(parameter.register_post_accumulate_grad_hook(meter.fresh.append))
+    for index, unit in enumerate(units[:-1]):
+        waiting = [parameter for parameter in unit.watched if parameter.requires_grad]
+        for parameter in waiting:
+            handles.append(parameter.register_post_accumulate_grad_hook(_complete(index, meter, waiting)))
     try:
         yield
     finally:
@@ -265,23 +297,35 @@ def _boundaries(model: nn.Module, units: list[nn.Module], meter: _Meter) -> Iter
             handle.remove()
 
 
+def _complete(index: int, meter: _Meter, parameters: Sequence[torch.Tensor]) -> Any:
+    """Return a hook that notes a rooted unit once all of its parameters have a gradient."""
+    seen: set[int] = set()
+
+    def hook(parameter: torch.Tensor) -> None:
+        seen.add(id(parameter))
+        if len(seen) == len(parameters):
+            meter.graded.append(index)
+
+    return hook
+
+
 @contextmanager
-def _recomputation(units: list[nn.Module], autocast: torch.dtype | None) -> Iterator[None]:
-    """Let units keep their inputs alone and compute again in backward, under the same casts."""
-    for unit in units:
-        unit.forward = _recomputed(unit.forward, autocast)  # type: ignore[method-assign]
+def _recomputation(modules: Sequence[nn.Module], autocast: torch.dtype | None) -> Iterator[None]:
+    """Let modules keep their inputs alone and compute again in backward, under the same casts."""
+    for module in modules:
+        module.forward = _recomputed(module.forward, autocast)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for unit in units:
-            del unit.forward
+        for module in modules:
+            del module.forward
 
 
-def _before(index: int, meter: _Meter) -> Any:
+def _before(index: int, meter: _Meter, first: bool) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         meter.turn_to(index, backward=False)
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            if first and isinstance(value, torch.Tensor) and value.requires_grad:
                 meter.bounded.add(index)
                 # The unit before hooked the same tensor as its output, and so is told first.
                 value.register_hook(lambda _: _leave(index, meter))
