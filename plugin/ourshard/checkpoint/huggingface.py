@@ -15,7 +15,7 @@ from .companions import companions
 from .foreign.draft import Draft, ForeignSource
 from .foreign.runfiles import read_json
 from .io import inside
-from .pieces import FilePool, Piece, read_rows
+from .pieces import FilePool, Piece, read_rows, read_run_into
 from .safetensors_file import Header, read_header
 from .source import PARAM, CheckpointError, TensorInfo, TensorKey
 
@@ -83,6 +83,12 @@ class SafetensorsSource(ForeignSource):
                 return path.parent
             return path if path.suffix == ".safetensors" else None
         return path if any(path.glob("*.safetensors")) or any(path.glob(f"*{INDEX_SUFFIX}")) else None
+
+    def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of the elements from `start` on."""
+        reader = self._readers[key]
+        assert isinstance(reader, FileTensor)
+        read_run_into(self._pool, reader.info, [reader.piece], start, target)
 
     def verify_files(self) -> Iterator[tuple[str, str | None]]:
         """Report the files: the format has no hashes, their headers and lengths were checked when they were opened."""

@@ -14,7 +14,7 @@ from .huggingface import OWN_METADATA, SINGLE
 from .safetensors_file import lay_out
 from .sink import Sink, SinkOptions
 from .source import BUFFER, PARAM, CheckpointError, Source, TensorInfo
-from .transfer import whole, write_tensors
+from .transfer import FilePlan, whole, write_files
 from .workspace import Workspace
 
 MAX_SHARD_SIZE = 50_000_000_000  # bytes, as Transformers has it
@@ -46,13 +46,15 @@ class SafetensorsSink(Sink):
         infos = [info for key, info in source.tensors.items() if self.can_hold(key.kind)]
         files = split(infos, self.options.max_shard_size or MAX_SHARD_SIZE)
         names = file_names(len(files), SINGLE)
+        plans = []
         for name, own in zip(names, files, strict=True):
             layout = lay_out(
                 [(info.key.name, info.dtype, info.shape) for info in own],
                 {"format": "pt", OWN_METADATA: _note(own, source)},
             )
             by_name = {info.key.name: info for info in own}
-            write_tensors(workspace, name, layout, [whole(by_name[entry.name]) for entry in layout.entries], source)
+            plans.append(FilePlan(name, layout, [whole(by_name[entry.name]) for entry in layout.entries]))
+        write_files(workspace, plans, source)
         if len(files) > 1:
             workspace.write_bytes(f"{SINGLE}.index.json", index_of(names, files))
         write_companions(workspace, source, infos)

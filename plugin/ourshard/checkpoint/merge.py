@@ -85,6 +85,10 @@ class Merged(View):
             return Source.read_run(self, key, start, stop)
         return super().read_run(key, start, stop)
 
+    def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of these elements of the merged tensor."""
+        (Source if key.name in self._updates else View).read_run_into(self, key, start, target)
+
     def close(self) -> None:
         """Close the base and the adapter."""
         super().close()

@@ -9,7 +9,7 @@ from .huggingface_sink import SafetensorsSink, training_losses
 from .safetensors_file import lay_out
 from .sink import SinkOptions
 from .source import PARAM, Source
-from .transfer import Run, write_tensors
+from .transfer import FilePlan, Run, write_files
 from .view import only_adapters
 from .workspace import Workspace
 
@@ -53,7 +53,7 @@ class PeftSink(SafetensorsSink):
         infos = {names[key.name]: adapter.tensors[key] for key in adapter.keys_of(PARAM)}
         layout = lay_out([(name, info.dtype, info.shape) for name, info in infos.items()], {"format": "pt"})
         runs = [Run(infos[entry.name], 0, infos[entry.name].numel) for entry in layout.entries]
-        write_tensors(workspace, ADAPTER, layout, runs, adapter)
+        write_files(workspace, [FilePlan(ADAPTER, layout, runs)], adapter)
         workspace.write_bytes(CONFIG, json.dumps(dict(config), indent=2, sort_keys=True).encode() + b"\n")
         for name, path in source.description.files.items():
             if name.startswith(("tokenizer", "README", "chat_template")):

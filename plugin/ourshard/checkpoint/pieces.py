@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from .source import CheckpointError, TensorInfo
+from .tensor_bytes import bytes_of
 
 HASH_BLOCK = 1 << 20
 
@@ -165,15 +166,24 @@ def overlapping(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Piec
             yield piece
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
 def read_run(pool: FilePool, info: TensorInfo, pieces: Sequence[Piece], start: int, stop: int) -> torch.Tensor:
     """Read elements [start, stop) into a new 1-d tensor; raise CheckpointError naming those that are missing."""
-    if start == stop:
-        return torch.empty(0, dtype=info.dtype)
+    spans = _spans(pool, info, pieces, start, stop)
+    result = torch.empty(stop - start, dtype=info.dtype)  # no sooner: a shape alone proves no bytes
+    _read_spans(pool, info, spans, start, bytes_of(result))
+    return result
+
+
+def read_run_into(pool: FilePool, info: TensorInfo, pieces: Sequence[Piece], start: int, target: memoryview) -> None:
+    """Fill `target` with the bytes of the elements from `start` on; raise CheckpointError naming those missing."""
+    stop = start + target.nbytes // info.dtype.itemsize
+    _read_spans(pool, info, _spans(pool, info, pieces, start, stop), start, target)
+
+
+def _spans(
+    pool: FilePool, info: TensorInfo, pieces: Sequence[Piece], start: int, stop: int
+) -> list[tuple[Piece, int, int]]:
+    """Return which elements to read of which piece."""
     spans, position = [], start
     for piece in overlapping(pieces, start, stop):
         if piece.start > position:
@@ -183,15 +193,19 @@ def read_run(pool: FilePool, info: TensorInfo, pieces: Sequence[Piece], start: i
         position = upto
     if position < stop:
         raise CheckpointError(f"{info.key}: {where(info, position, stop)} are in no file of {pool.folder}")
-    result = torch.empty(stop - start, dtype=info.dtype)  # no sooner: a shape alone proves no bytes
-    target, width = bytes_of(result), info.dtype.itemsize
+    return spans
+
+
+def _read_spans(
+    pool: FilePool, info: TensorInfo, spans: Sequence[tuple[Piece, int, int]], start: int, target: memoryview
+) -> None:
+    width = info.dtype.itemsize
     for piece, first, last in spans:
         begin = piece.begin + (first - piece.start) * width
         try:
             pool.read_into(piece.file, begin, target[(first - start) * width : (last - start) * width])
         except CheckpointError as error:
             raise CheckpointError(f"{info.key}: {where(info, first, last)} cannot be read: {error}") from error
-    return result
 
 
 def read_rows(pool: FilePool, info: TensorInfo, pieces: Sequence[Piece], start: int, stop: int) -> torch.Tensor:

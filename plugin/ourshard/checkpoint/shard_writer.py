@@ -34,9 +34,10 @@ from .manifest import (
     dump_tensors,
     seal,
 )
-from .pieces import box_of, bytes_of, run_of
+from .pieces import box_of, run_of
 from .safetensors_file import Layout, lay_out
 from .source import BUFFER, EXTRA_PREFIX, TensorInfo, TensorKey
+from .tensor_bytes import bytes_of
 from .transfer import Run
 
 PARTS = "parts"

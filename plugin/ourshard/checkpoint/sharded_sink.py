@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 
 from . import plain
 from .manifest import NAME, PLAIN, FileRecord, Manifest, dump, seal
-from .shard_writer import ShardFile, is_scalar, plan_files, rank_state_path
+from .shard_writer import is_scalar, plan_files, rank_state_path
 from .sink import Sink, SinkOptions
 from .source import PARAM, Source, TensorInfo
-from .transfer import Run, write_tensors
+from .transfer import FilePlan, Run, write_files
 from .workspace import Workspace
 
 
@@ -41,10 +41,9 @@ class ShardedSink(Sink):
         world_size = self.options.world_size or source.description.world_size or 1
         tensors = {key: info for key, info in source.tensors.items() if not is_scalar(info)}
         cuts = cut_rows(list(tensors.values()), world_size)
-        records: list[FileRecord] = []
-        for rank in range(world_size):
-            for file in plan_files(cuts[rank], rank, world_size):
-                records.append(_write_file(workspace, file, source))
+        files = [file for rank in range(world_size) for file in plan_files(cuts[rank], rank, world_size)]
+        write_files(workspace, [FilePlan(file.path, file.layout, file.runs) for file in files], source)
+        records = [file.record(workspace.written[file.path].digests) for file in files]
         same_world = world_size == source.description.world_size
         records += _write_companions(workspace, source, world_size if same_world else 0)
         manifest = Manifest(
@@ -81,11 +80,6 @@ def cut_rows(infos: list[TensorInfo], world_size: int) -> list[list[Run]]:
 def _row_at(info: TensorInfo, position: int) -> int:
     """Return the first row that begins at or after this byte of the tensor, within its bounds."""
     return min(info.rows, max(0, -(-position // info.row_nbytes))) if info.row_nbytes else info.rows
-
-
-def _write_file(workspace: Workspace, file: ShardFile, source: Source) -> FileRecord:
-    write_tensors(workspace, file.path, file.layout, file.runs, source)
-    return file.record(workspace.written[file.path].digests)
 
 
 def _write_companions(workspace: Workspace, source: Source, ranks: int) -> Iterator[FileRecord]:

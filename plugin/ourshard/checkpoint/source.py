@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from .tensor_bytes import bytes_of
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -186,6 +188,11 @@ class Source(ABC):
         rows = self.read(key, first, last).reshape(-1)
         skipped = first * info.row_numel
         return rows if rows.numel() == stop - start else rows[start - skipped : stop - skipped].clone()
+
+    def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of the elements from `start` on; formats that can do it without a copy do so."""
+        stop = start + target.nbytes // self.tensors[key].dtype.itemsize
+        target[:] = bytes_of(self.read_run(key, start, stop))
 
     def read_blocks(self, key: TensorKey, nbytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (start row, rows) over the whole tensor, in blocks of at most `nbytes`, or of one row if larger."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .io import Buffer
-from .pieces import bytes_of
 from .source import Source, TensorInfo, TensorKey
+from .tensor_bytes import bytes_of
 from .workspace import OutputStream, Workspace
 
 _ALIGNMENT = 64
@@ -152,8 +152,9 @@ class Archive:
             rows = max(1, workspace.block_nbytes // max(1, info.row_nbytes))
             for start in range(0, info.rows, rows):
                 stop = min(info.rows, start + rows)
-                with workspace.reserve((stop - start) * info.row_nbytes):
-                    entry.write(bytes_of(self._source.read(info.key, first + start, first + stop)))
+                with workspace.buffer((stop - start) * info.row_nbytes) as buffer:
+                    self._source.read_run_into(info.key, (first + start) * info.row_numel, buffer)
+                    entry.write(buffer)
                 workspace.report((stop - start) * info.row_nbytes)
 
 

@@ -42,6 +42,10 @@ class View(Source):
         """Return these elements of the tensor behind the key."""
         return self.base.read_run(self.origins[key], start, stop)
 
+    def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of the tensor behind the key."""
+        self.base.read_run_into(self.origins[key], start, target)
+
     def shards_of(self, key: TensorKey) -> int | None:
         """Return in how many pieces the tensor behind the key lies."""
         return self.base.shards_of(self.origins[key])
@@ -80,6 +84,11 @@ class Cast(View):
     def read_run(self, key: TensorKey, start: int, stop: int) -> torch.Tensor:
         """Return these elements in the view's dtype."""
         return super().read_run(key, start, stop).to(self.tensors[key].dtype)
+
+    def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of these elements in the view's dtype."""
+        same = self.base.tensors[key].dtype == self.tensors[key].dtype
+        (View if same else Source).read_run_into(self, key, start, target)
 
 
 def without_training(source: Source) -> View:
