@@ -105,8 +105,9 @@ def _fill(lane: Lane, engine: Engine, readable: set[str]) -> None:
         source = source_of(parameter.tensor) if position not in sent else None
         if source is not None:
             rows, granule = lane.rows(position), lane.layout.tensors[position].granule
-            mine = source.read(rows.start * granule, rows.stop * granule)
-            lane.rows_view(lane.master, position).view(-1).copy_(mine)
+            mine = lane.rows_view(lane.master, position).view(-1)
+            for offset, block in source.blocks(rows.start * granule, rows.stop * granule):
+                mine[offset : offset + block.numel()].copy_(block)
         give_up_values(parameter.tensor)
 
 
