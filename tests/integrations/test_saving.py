@@ -211,3 +211,25 @@ def test_old_checkpoints_go_and_a_save_that_fails_on_one_rank_fails_on_all(ranks
 def test_what_a_save_would_not_follow_is_refused_at_the_start(config, message):
     with pytest.raises(ValueError, match=message):
         shard_model(tiny(), {"checkpoint": config})
+
+
+def resume_after_a_crash(folder: str) -> tuple[list[float], list[float]]:
+    """Save under automatic names twice, lose the second's manifest, and load; return losses after each."""
+    from accelerate.utils import ProjectConfiguration
+
+    naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    accelerator, *parts = prepared({"stage": 3}, project_config=naming)
+    steps(accelerator, *parts, range(2))
+    accelerator.save_state()
+    expected = steps(accelerator, *parts, range(2, 3))
+    accelerator.save_state()
+    if accelerator.is_main_process:
+        (Path(folder) / "checkpoints" / "checkpoint_1" / "ourshard" / "ourshard.json").unlink()
+    accelerator.wait_for_everyone()
+    accelerator.load_state()
+    return expected, steps(accelerator, *parts, range(2, 3))
+
+
+def test_a_save_that_did_not_finish_is_skipped(ranks, tmp_path):
+    for expected, found in ranks(2)(resume_after_a_crash, str(tmp_path)):
+        assert found == expected

@@ -152,6 +152,8 @@ class SavingMixin(_Base):
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` wrote, on any number of ranks. Collective."""
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            input_dir = self._newest_complete()
         folder: list[Path] = []
         sharded: list[int] = []
 
@@ -173,6 +175,16 @@ class SavingMixin(_Base):
             handle.remove()
         for number, optimizer in enumerate(optimizers if not sharded else ()):
             optimizer_state.load(optimizer.optimizer, self._engines(), _optimizer_file(folder[0], number))
+
+    def _newest_complete(self) -> str | None:
+        """Return the newest complete checkpoint; None, for accelerate to choose, if there is none or any full one."""
+        root = Path(self.project_dir, "checkpoints")
+        newest = commit.newest_complete(root, inner=SHARDED_FOLDER)
+        if newest.path is None or any(_optimizer_file(path, 0).exists() for path in root.iterdir() if path.is_dir()):
+            return None
+        for skipped in newest.skipped:
+            logger.warning("load_state: skipped %s", skipped)
+        return str(newest.path)
 
     def _load_sharded(self, wanted: list[torch.nn.Module], where: Path, optimizers: list[Any]) -> list[int]:
         """Load models that lie in `where` in our format, weights of `wanted` ones only; return their numbers."""
