@@ -35,6 +35,13 @@ class Slot:
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
 
+    def relabel(self, kind: Kind) -> None:
+        """Count the buffer as another kind from now on."""
+        if self._ledger is not None and self.allocated:
+            self._ledger.hold(self._kind, -self.nbytes)
+            self._ledger.hold(kind, self.nbytes)
+        self._kind = kind
+
     def allocate(self) -> None:
         """Take memory; the content is undefined."""
         if not self.allocated:

@@ -17,7 +17,7 @@ from ourshard.config import CheckpointFormat, ShardConfig
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.lane_store import LaneKey
+from ourshard.runtime.lane_store import LaneKey, master_dtype_of
 from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayout, plan_unit
 from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger
@@ -76,9 +76,7 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
         if engine.param_dtype is not None and (engine.cast_small or not small):
             compute = engine.param_dtype
         if trainable:
-            wide = engine.master_dtype
-            # A master never has less than the parameter had, unless a 16-bit master was asked for by name.
-            store = torch.promote_types(parameter.dtype, wide) if wide.itemsize > 2 else wide
+            store = master_dtype_of(parameter.dtype, engine.master_dtype)
     return LaneKey(placement, store, compute, trainable)
 
 

@@ -76,7 +76,8 @@ def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _
 
 def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
     mine = found.sharded.setdefault(lane.unit.engine, [])
-    lane._drop_released()
+    lane.forget_released()
+    lane.erase_dropped()
     valid = [position for position in sorted(positions) if lane.valid[position]]
     if lane.gradient is None or not lane.accumulated or not valid:
         return

@@ -179,6 +179,7 @@ class Engine:
         self._bring_in_unsharded()
         for lane in self.lanes():
             if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
+                lane.follow_moved()
                 lane.stale = True
                 lane.fill()
         self._held_before = len(self._held)
@@ -262,8 +263,11 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             for lane in self.lanes():
                 if lane.direct:
-                    lane.trainable = lane.trainable or any(p.requires_grad for p in lane.leaves)
-                elif any(p.requires_grad != q.requires_grad for p, q in zip(lane.resting, lane.leaves, strict=True)):
+                    toggled = not lane.trainable and any(p.requires_grad for p in lane.leaves)
+                else:
+                    pairs = zip(lane.resting, lane.leaves, strict=True)
+                    toggled = any(p.requires_grad != q.requires_grad for p, q in pairs)
+                if toggled:
                     promoted |= lane.follow_requires_grad(self.master_dtype)
         if promoted:
             self.adoption += 1
@@ -430,10 +434,10 @@ class Engine:
         for unit in self.units:
             unit.reset()
         for lane in self.lanes():
-            for position in range(len(lane.parameters)):
-                if lane.direct:
-                    lane.leaves[position].grad = None
-                lane.drop_gradient(position)
+            if lane.direct:
+                for leaf in lane.leaves:
+                    leaf.grad = None
+            lane.drop_gradients(range(len(lane.parameters)))
 
     # ---- words ---------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class ShardParameter(Resting, nn.Parameter):
                 "tensor; set it to None, or change it through optimizer.param_groups."
             )
         if value is None:
-            self._lane.drop_gradient(self._position)
+            self._lane.drop_gradients((self._position,))
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = _ANSWERS.get(func)

@@ -5,6 +5,7 @@ Its buffers are in `lane_store.py`.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,10 +36,12 @@ class Lane(LaneStore):
         self.touched = [False] * len(self.parameters)  # this rank's backward gave a gradient, not dropped since
         self.valid = [False] * len(self.parameters)  # some rank's did; known once the ranks have told each other
         self._reduced_version = -1  # of `arriving`, where whole gradients stay in it
-        self._fresh = True  # `arriving` holds nothing yet
+        self._fresh = True  # `arriving` holds nothing yet of this sum
         self.is_lent = False  # `arriving` is a piece of the peers' arena
         self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
+        self._shown: set[int] = set()  # positions whose whole parameter had its gradient set here
+        self._dropped: set[int] = set()  # positions whose gradient was dropped, and is still in the sums
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
 
     # ---- gradients -----------------------------------------------------------------------------------------
@@ -67,14 +70,20 @@ class Lane(LaneStore):
         assert self.arriving is not None
         return grad.data_ptr() == self.arriving.data_ptr() + self.layout.tensors[position].offset * grad.element_size()
 
-    def prepare(self, reduce_next: bool) -> None:
-        """Take the memory that `take_gradients` and `reduce` fill; on the compute stream, whose allocator owns it."""
+    def prepare(self, reduce_next: bool, again: bool = False) -> None:
+        """Take the memory that `take_gradients` and `reduce` fill; on the compute stream, whose allocator owns it.
+
+        `again`: this backward has reduced the lane before, and more came.
+        """
         if self.direct:
-            if self.arriving is None:
-                self.arriving = torch.zeros(self.layout.numel, dtype=self.store_dtype, device=self.device)
+            self._fresh = not again
+            dtype = self.leaves[0].dtype  # the user may have moved them: `model.to(dtype)`
+            if self.arriving is None or self.arriving.dtype != dtype:
+                self.arriving = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
                 self._hold(Kind.GRADIENT, self.arriving)
             return
-        self._drop_released()
+        self.forget_released()
+        self.erase_dropped()
         self._fresh = self.arriving is None
         if self.arriving is None:
             self.arriving = self._make_arriving(reduce_next)
@@ -174,7 +183,8 @@ class Lane(LaneStore):
             view = self.whole_view(self.arriving, position)
             self.touched[position] = leaf.grad is not None
             if leaf.grad is None:
-                view.zero_()
+                if self._fresh:  # else it has what other ranks gave
+                    view.zero_()
             elif not self._is_in_place(position):
                 view.copy_(leaf.grad)
                 replaced.append(leaf.grad)
@@ -273,59 +283,63 @@ class Lane(LaneStore):
         if self.placement.whole:
             buffer = self.arriving if self.direct else self.gradient
             if buffer is not None:
-                for position, parameter in enumerate(self.resting):
-                    if flags[position] and parameter.grad is None:
-                        parameter.grad = self.whole_view(buffer, position)
+                self._show(buffer, [position for position, flag in enumerate(flags) if flag])
+        self.runs = [run for run in self.runs if run.optimizer() is not None]
         for run in list(self.runs):
             run.hand_out()
         if not self.placement.whole and self._all_handed_out():
             self._gradient = None
+
+    def show_waiting(self) -> None:
+        """Show whole gradients that wait for a sync, as DDP does; where a sum is shown already, it stays."""
+        if self.placement.whole and not self.direct and not self.accumulated and self.arriving is not None:
+            self._show(self.arriving, [position for position, touched in enumerate(self.touched) if touched])
+
+    def _show(self, buffer: torch.Tensor, positions: Iterable[int]) -> None:
+        """Let the user's whole parameters have views of `buffer` as gradients; those of direct lanes are in place."""
+        for position in positions:
+            parameter = self.resting[position]
+            if parameter.grad is None or not self.direct:
+                parameter.grad = self.whole_view(buffer, position)
+            self._shown.add(position)
 
     def _all_handed_out(self) -> bool:
         """Say whether optimizers hold all that `gradient` has."""
         held = {position for run in self.runs if run.handed_out for position in run.positions}
         return all(position in held for position, valid in enumerate(self.valid) if valid)
 
-    def _drop_released(self) -> None:
+    def forget_released(self) -> None:
         """Notice gradients that `zero_grad(set_to_none=True)` of an optimizer, or of a plain parameter, dropped."""
-        if self.placement.whole:
-            for position, parameter in enumerate(self.resting):
-                if self.valid[position] and parameter.grad is None:
-                    self.drop_gradient(position)
-        released = [run for run in self.runs if run.handed_out and run.parameter.grad is None]
-        for run in released:
-            run.handed_out = False
-        if sum(len(run.positions) for run in released) == len(self.parameters):
-            self._drop_all()
-            return
-        for run in released:
-            for position in run.positions:
-                self.drop_gradient(position)
+        gone = {position for position in self._shown if self.resting[position].grad is None}
+        for run in self.runs:
+            if run.handed_out and run.parameter.grad is None:
+                gone.update(run.positions)
+        if gone:
+            self.drop_gradients(gone)
 
-    def _drop_all(self) -> None:
-        self.valid = [False] * len(self.parameters)
-        self.touched = [False] * len(self.parameters)
-        self._forget_all()
-
-    def drop_gradient(self, position: int) -> None:
-        """Forget the gradient of one parameter, as `p.grad = None` does."""
-        had = self.valid[position] or self.touched[position]
-        self.valid[position] = self.touched[position] = False
+    def drop_gradients(self, positions: Collection[int]) -> None:
+        """Forget the gradients of some parameters, as `p.grad = None` does, also where only other ranks had one."""
+        for position in positions:
+            self.valid[position] = self.touched[position] = False
+        self._shown.difference_update(positions)
         if self.direct:
             return
-        if not any(self.valid) and not any(self.touched):
+        self._dropped.update(positions)
+        if len(self._dropped) == len(self.parameters):
             self._forget_all()
-        elif had:
-            if self.gradient is not None:
-                self.rows_view(self.gradient, position).zero_()
-            if self.arriving is not None:
-                self.whole_view(self.arriving, position).zero_()
         for run in self.runs:
-            if position in run.positions:
+            if any(position in positions for position in run.positions):
                 run.dropped()
+
+    def erase_dropped(self) -> None:
+        """Zero what was dropped of sums that go on. Late, since `zero_grad` mostly drops all, one after the other."""
+        for position in self._dropped:
+            self.zero_gradient(position)
+        self._dropped.clear()
 
     def _forget_all(self) -> None:
         self.accumulated = False
+        self._dropped.clear()
         if not self.placement.whole:
             self._gradient = None
             self._hold_gradient(0)
@@ -341,6 +355,9 @@ class Lane(LaneStore):
             self.whole_view(self.arriving, position).zero_()
 
     def local_gradient_rows(self, position: int) -> torch.Tensor:
+        """Return this rank's rows of a reduced gradient, a view. Raises `RuntimeError` before it is reduced."""
+        if not self.rows(position).rows:
+            return self.rows_view(self.master, position)  # no element, of the right shape
         if self.gradient is None:
             raise RuntimeError(
                 f"The gradient of {self.name_of(position)!r} has not been reduced yet: this backward did not sync "
@@ -350,7 +367,7 @@ class Lane(LaneStore):
 
     def gradient_handle(self, position: int) -> ShardGradient | None:
         """Return what `p.grad` shows: a handle if the parameter has a gradient, else None."""
-        self._drop_released()
+        self.forget_released()
         if not self.valid[position] and not self.touched[position]:
             return None
         return gradient_handle(self, position, self.parameters[position].shape, self.store_dtype)

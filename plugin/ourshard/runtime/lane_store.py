@@ -17,6 +17,7 @@ Such parameters are plain tensors with plain gradients, as under DDP.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -141,22 +142,25 @@ class LaneStore:
                 self.leaves.append(tensor)
                 continue
             self.leaves.append(self._make_leaf(tensor, self.whole_view(self.full.tensor, position)))
-            if self.placement.whole:
-                _point(tensor, self.whole_view(self.master, position))
-            else:
+            if not self.placement.whole:
                 become_handle(tensor, cast("Lane", self), position)
+        if self.placement.whole and not self.direct:
+            self._point_to_masters()
         if self.placement.params is At.SHARD:
             self.full.free()
 
     def _make_leaf(self, tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
-        """Return the parameter that computes in place of `tensor`; keeps subclass, attributes and gradient hooks."""
+        """Return the parameter that computes in place of `tensor`; keeps subclass and attributes.
+
+        Both have the same gradient hooks from then on, so that those which the user adds or removes later count.
+        """
         leaf = torch.Tensor._make_subclass(type(tensor), view.new_empty(0), tensor.requires_grad)
         leaf.__dict__.update(tensor.__dict__)
         leaf.data = view
-        for hook in (getattr(tensor, "_backward_hooks", None) or {}).values():
-            leaf.register_hook(hook)
-        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            leaf.register_post_accumulate_grad_hook(hook)
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(tensor, name) or OrderedDict()
+            setattr(tensor, name, hooks)
+            setattr(leaf, name, hooks)
         assert isinstance(leaf, nn.Parameter)
         return leaf
 
@@ -209,22 +213,63 @@ class LaneStore:
 
     def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
         """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""
-        for handle, leaf in zip(self.resting, self.leaves, strict=True):
-            if leaf.requires_grad != handle.requires_grad:
-                leaf.requires_grad_(handle.requires_grad)
+        for resting, leaf in zip(self.resting, self.leaves, strict=True):
+            if leaf.requires_grad != resting.requires_grad:
+                leaf.requires_grad_(resting.requires_grad)
         if self.trainable or not any(leaf.requires_grad for leaf in self.leaves):
             return False
         self.trainable = True
-        if self.store_dtype != master_dtype:
-            self._hold(Kind.MASTER, self.master, -1)
-            self.store_dtype = master_dtype
-            self.master = self.master.to(master_dtype)
-            self._hold(Kind.MASTER, self.master)
+        wanted = master_dtype_of(self.store_dtype, master_dtype)
+        if wanted != self.store_dtype:
+            self._widen(wanted)
         return True
+
+    def _widen(self, dtype: torch.dtype) -> None:
+        """Keep masters in another dtype from now on; a direct lane becomes one with masters beside the leaves."""
+        if not self.aliased:
+            self._hold(Kind.MASTER, self.master, -1)
+        self.store_dtype = dtype
+        self.master = self.master.to(dtype)
+        self._hold(Kind.MASTER, self.master)
+        self.aliased = False
+        if self.direct:
+            self.direct = False
+            self.full.relabel(Kind.FULL)
+            views = [self.whole_view(self.full.tensor, position) for position in range(len(self.parameters))]
+            self.leaves = [self._make_leaf(tensor, view) for tensor, view in zip(self.resting, views, strict=True)]
+            self.unit.add_sites(cast("Lane", self))
+        if self.placement.whole:
+            self._point_to_masters()
+
+    def _point_to_masters(self) -> None:
+        """Let the whole parameters that the user holds be views of the masters."""
+        for position, tensor in enumerate(self.resting):
+            _point(tensor, self.whole_view(self.master, position))
+
+    def follow_moved(self) -> None:
+        """Take over whole parameters that the user moved to another dtype or memory, as `model.to(dtype)` does."""
+        views = [self.whole_view(self.master, position) for position in range(len(self.parameters))]
+        moved = [p for p, view in zip(self.resting, views, strict=True) if p.data_ptr() != view.data_ptr()]
+        if not moved:
+            return
+        for parameter, view in zip(self.resting, views, strict=True):
+            changed = parameter.data != view.to(parameter.dtype)  # else the master has more precision
+            view.copy_(torch.where(changed, parameter.data.to(view.dtype), view))
+        self._point_to_masters()
+        if moved[0].dtype != self.store_dtype:
+            self.recast(moved[0].dtype)
 
     def _hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
         if self.unit.engine.ledger is not None:
             self.unit.engine.ledger.hold(kind, sign * tensor.nbytes)
+
+
+def master_dtype_of(own: torch.dtype, wide: torch.dtype) -> torch.dtype:
+    """Return the dtype of the master of a parameter loaded in `own`.
+
+    It never has less than the parameter had, unless a 16-bit master was asked for by name.
+    """
+    return torch.promote_types(own, wide) if wide.itemsize > 2 else wide
 
 
 def row_shape(shape: Iterable[int], rows: int) -> tuple[int, ...]:

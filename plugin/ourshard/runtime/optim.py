@@ -240,11 +240,11 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
         assert found is not None
         type(found).zero_grad(found, set_to_none)
         for run in _runs_of(found):
+            if set_to_none:
+                run.lane.drop_gradients(run.positions)
+                continue
             for position in run.positions:
-                if set_to_none:
-                    run.lane.drop_gradient(position)
-                else:
-                    run.lane.zero_gradient(position)
+                run.lane.zero_gradient(position)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 

@@ -88,7 +88,7 @@ class Schedule:
             self._record(None)
             self._plans[self.phase] = hoist(self._plan, self._depth)
         while self._issued < len(self._plan):
-            self._issue(self._plan[self._issued])
+            self._pass_by(self._plan[self._issued])
         self._control.confirm()
         self.phase = None
 
@@ -147,11 +147,11 @@ class Schedule:
         self._advance()
 
     def _pass_by(self, event: Event) -> None:
-        """Take part in an event that this rank does not need now; at most `depth` + 1 such gathers stay."""
+        """Take part in an event that this rank does not need now; the last `depth` such gathers stay."""
         self._issue(event)
         if event.action is Action.GATHER:
             self._skipped.append(self._units[event.unit])
-            if len(self._skipped) > self._depth + 1:
+            if len(self._skipped) > self._depth:
                 self._skipped.popleft().release_unused()
 
     def _advance(self) -> None:

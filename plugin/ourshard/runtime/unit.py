@@ -81,9 +81,14 @@ class Unit:
         for lane in self.lanes:
             lane.take_over()
             if not lane.direct:
-                for parameter, leaf in zip(lane.parameters, lane.leaves, strict=True):
-                    for site in parameter.sites:
-                        self._sites.append((site.module._parameters, site.attribute, leaf, parameter.tensor))
+                self.add_sites(lane)
+
+    def add_sites(self, lane: Lane) -> None:
+        """Note where the leaves of a lane, which are not what the user holds, are put before the modules compute."""
+        self.uninstall()
+        for parameter, leaf in zip(lane.parameters, lane.leaves, strict=True):
+            for site in parameter.sites:
+                self._sites.append((site.module._parameters, site.attribute, leaf, parameter.tensor))
 
     # ---- whole parameters ----------------------------------------------------------------------------------
 
@@ -263,9 +268,11 @@ class Unit:
     def put_aside(self, but: Sequence[Lane] = ()) -> None:
         """Keep what arrived for a later backward, which will sync, except in the lanes of `but`."""
         for lane in self.lanes:
-            if lane.trainable and lane not in but and any(leaf.grad is not None for leaf in lane.leaves):
+            waits = lane.trainable and lane not in but and not lane.direct  # direct ones add up where they are
+            if waits and any(leaf.grad is not None for leaf in lane.leaves):
                 lane.prepare(reduce_next=False)
                 lane.take_gradients()
+                lane.show_waiting()
 
     def close(self) -> None:
         """Forget the calls whose backward is over."""
@@ -321,13 +328,13 @@ class Unit:
     def reduce(self) -> None:
         """Take what arrived, zeros where nothing did, and reduce the lanes whose turn it is."""
         engine = self.engine
-        self.reduced = True
+        again, self.reduced = self.reduced, True
         due = [lane for lane in self.lanes if lane.trainable and engine.lane_reduces_now(lane)]
         self.put_aside(but=due)
         if engine.ledger is not None:
             engine.ledger.reduces[self.label] += 1
         for lane in due:
-            lane.prepare(reduce_next=True)
+            lane.prepare(reduce_next=True, again=again)
         read: list[torch.Tensor] = []
         with engine.streams.reduce():
             for lane in due:

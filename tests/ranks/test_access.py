@@ -1,0 +1,261 @@
+"""F01, F08, F09, B05: parameters that are read outside of their module, outside of forward, or only looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.ranks.nets import TOKENS, VOCABULARY, WIDTH, Block, llama, token_loss, tokens, toy
+from tests.ranks.pairs import pair, part
+from tests.ranks.training import STAGES, momentum, with_each
+
+pytestmark = pytest.mark.ranks
+
+CONFIGS = {**STAGES, **with_each(STAGES, "small", persist_below=0)}
+EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+class Crossed(nn.Module):
+    """Every way of F08 to use a parameter outside of the module that owns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(WIDTH))  # of the root, used in its own forward
+        self.table = nn.Parameter(torch.randn(3, WIDTH))  # handed to a function
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(2)])
+        self.mapped = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH))})
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.giver = Giver()
+        self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale + add_row(x, self.table)
+        x = x + self.listed[0] + self.listed[1] * self.mapped["a"]
+        x = self.blocks[0](x)
+        x = F.linear(x, self.blocks[1].down.weight @ self.blocks[1].down.weight.t())  # 2-d, of a unit not yet run
+        x = x + self.blocks[0].norm.bias  # 1-d: a stand-in of one element would broadcast
+        x = self.blocks[1](x)
+        x = F.linear(x, self.giver())  # a module that returns its parameter
+        x, _ = self.attention(x[:, None], x[:, None], x[:, None])  # uses out_proj.weight without calling out_proj
+        return x[:, 0]
+
+
+class Giver(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def add_row(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return x @ table.t() @ table / WIDTH
+
+
+def cross(config: dict[str, Any], wrap: str) -> None:
+    both = pair({**config, "wrap": {"classes": [wrap]}}, Crossed, momentum)
+    both.train(4)
+    both.assert_same()
+    assert not any(unit.whole for unit in both.engine.units if unit.sharded)
+
+
+@EVERY
+@pytest.mark.parametrize("wrap", ["Block", "Giver"])
+def test_parameters_used_outside_of_their_module_have_their_gradients(ranks, config, wrap):
+    """F08: with no registration call. A gradient that comes after the unit was reduced counts too."""
+    ranks(2)(cross, config, wrap)
+
+
+class Library(nn.Module):
+    """Methods other than forward, as pipelines and trainers call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.encode(ids)).flatten(0, 1), ids.flatten())
+
+
+def call_methods(config: dict[str, Any]) -> None:
+    both = pair(config, Library, momentum)
+    ids = tokens(0, 4)
+    for step in range(3):
+        both.zero_grad()
+        both.plain.head(both.plain.encode(ids)).square().mean().backward()
+        both.sharded.head(both.sharded.encode(part(ids))).square().mean().backward()
+        both.step()
+        with torch.no_grad():
+            torch.testing.assert_close(both.sharded.encode(ids), both.plain.encode(ids))
+            torch.testing.assert_close(both.sharded.embed(ids), both.plain.embed(ids))
+        both.assert_same()
+        assert not any(unit.whole for unit in both.engine.units if unit.sharded), f"left whole after step {step}"
+    with both.engine.no_sync():
+        both.sharded(part(ids))  # its sync is read when a forward begins; `encode` must not inherit it
+    both.zero_grad()
+    both.plain.encode(ids).square().mean().backward()
+    both.sharded.encode(part(ids)).square().mean().backward()
+    both.step()
+    both.assert_same()
+
+
+@EVERY
+def test_methods_other_than_forward_that_call_submodules_work_with_gradient(ranks, config):
+    """F01 (2), (3)."""
+    ranks(2)(call_methods, config)
+
+
+def read_outside(config: dict[str, Any]) -> dict[str, str]:
+    both = pair(config, Library)
+    told = {}
+    for name, read in {
+        "method": lambda m: m.scaled(torch.ones(2, WIDTH)),
+        "linear": lambda m: F.linear(torch.ones(2, WIDTH), m.head.weight),
+        "sum": lambda m: torch.ones(WIDTH) + m.scale,
+        "norm": lambda m: m.blocks[0].up.weight.norm(),
+        "item": lambda m: m.scale[0].item(),
+        "numpy": lambda m: m.scale.detach().numpy(),
+        "iterate": lambda m: list(m.scale),
+        "float": lambda m: float(m.scale.sum()),
+        "equal": lambda m: m.scale == 1,
+    }.items():
+        try:
+            read(both.sharded)
+            told[name] = ""
+        except RuntimeError as error:
+            told[name] = str(error)
+    return told
+
+
+def test_a_resting_parameter_that_is_read_outside_of_a_forward_says_its_name_and_what_to_do(ranks):
+    """F01 (4), (5), F08: never a placeholder that computes or broadcasts."""
+    for told in ranks(2)(read_outside, {"stage": 3, "persist_below": 0}):
+        for name, message in told.items():
+            assert "ourshard.gathered(model)" in message, f"{name}: {message!r}"
+            assert "'scale'" in message or "weight'" in message
+
+
+def read_root_before_backward() -> None:
+    """F01 (4) and F09: fused losses read `lm_head.weight` after the forward; the root is whole until backward ends."""
+    both = pair({"stage": 3, "persist_below": 0}, Library, momentum)
+    ids = tokens(0, 4)
+    for _ in range(3):
+        both.zero_grad()
+        for model, mine in ((both.plain, ids), (both.sharded, part(ids))):
+            loss = model(mine)
+            assert type(model.head.weight) is nn.Parameter
+            (loss + F.linear(torch.ones(1, WIDTH), model.head.weight).square().mean()).backward()
+        both.step()
+    both.assert_same()
+
+
+def test_the_roots_weights_are_plain_parameters_from_forward_to_the_end_of_backward(ranks):
+    ranks(2)(read_root_before_backward)
+
+
+def generate(config: dict[str, Any]) -> tuple[list[int], list[int]]:
+    both = pair(config, llama)
+    both.train(1, loss=lambda m, rows: token_loss(m, tokens(0, len(rows))))
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ids = tokens(1, 1)
+    return both.plain.generate(ids, **options).tolist(), both.sharded.generate(ids, **options).tolist()
+
+
+def test_generate_gives_the_tokens_of_one_process(ranks):
+    """F01 (1)."""
+    for config in (STAGES["stage 2"], CONFIGS["small stage 3"]):
+        for plain, sharded in ranks(2)(generate, config, timeout=120):
+            assert plain == sharded
+            assert len(plain[0]) > TOKENS
+
+
+def look(config: dict[str, Any]) -> dict[str, Any]:
+    from ourshard import engine_of, shard_model
+
+    model = shard_model(toy(), {**config, "ledger": True})
+    ledger = engine_of(model).ledger  # type: ignore[union-attr]
+    ledger.reset()
+    weight = model.blocks[1].up.weight
+    seen = {
+        "shape": tuple(weight.shape),
+        "size": weight.size(0),
+        "numel": weight.numel(),
+        "dim": weight.dim(),
+        "len": len(weight),
+        "dtype": str(weight.dtype),
+        "stride": weight.stride(),
+        "contiguous": weight.is_contiguous(),
+        "floating": weight.is_floating_point(),
+        "leaf": weight.is_leaf,
+        "parameter": isinstance(weight, nn.Parameter),
+        "nbytes": weight.nbytes,
+        "repr": repr(weight),
+        "format": f"{weight}",
+        "count": sum(p.numel() for p in model.parameters()),
+        "meta": tuple(torch.empty_like(weight, device="meta").shape),
+        "zeros": tuple(torch.zeros_like(weight).shape),
+        "print": str(model),
+        "features": model.blocks[1].up.in_features,
+    }
+    seen["collectives"] = sum(ledger.calls.values())
+    return seen
+
+
+def test_looking_at_a_resting_parameter_shows_the_whole_one_and_moves_nothing(ranks):
+    """B05, B09, F09: shape, numel and repr are those of the whole parameter, at no communication."""
+    wanted = toy().blocks[1].up.weight
+    for seen in ranks(2)(look, {"stage": 3, "persist_below": 0}):
+        assert seen["shape"] == seen["meta"] == seen["zeros"] == tuple(wanted.shape)
+        assert (seen["size"], seen["len"], seen["dim"]) == (wanted.size(0), len(wanted), 2)
+        assert seen["numel"] == wanted.numel()
+        assert seen["nbytes"] == wanted.nbytes
+        assert seen["stride"] == wanted.stride()
+        assert seen["contiguous"]
+        assert seen["floating"]
+        assert seen["leaf"]
+        assert seen["parameter"]
+        assert seen["dtype"] == "torch.float32"
+        assert seen["count"] == sum(p.numel() for p in toy().parameters())
+        assert "blocks.1.up.weight" in seen["repr"]
+        assert str(tuple(wanted.shape)) in seen["format"]
+        assert seen["features"] == WIDTH
+        assert seen["print"] == str(toy())
+        assert seen["collectives"] == 0
+
+
+def own_loss_in_forward() -> None:
+    class Fused(Library):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(F.linear(self.encode(ids), self.head.weight).flatten(0, 1), ids.flatten())
+
+    both = pair({"stage": 3, "persist_below": 0}, Fused, momentum)
+    for _ in range(3):
+        both.zero_grad()
+        both.plain(tokens(0, 4)).backward()
+        both.sharded(part(tokens(0, 4))).backward()
+        both.step()
+    both.assert_same()
+
+
+def test_a_fused_loss_in_the_top_module_sees_plain_weights(ranks):
+    """F09."""
+    ranks(2)(own_loss_in_forward)
