@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ourshard.checkpoint.source import CheckpointError, Source, detect
 from tests.checkpoint.foreign import made_folder, made_names, same
 from tests.fixtures.net import Norm
 
-SECONDS = 10  # for one damaged checkpoint
+SECONDS = 30  # for one damaged checkpoint; the first of them imports transformers
 # Files whose bytes are under checksums of torch.save; what is damaged in others may not be told from what is meant.
 NOT_TRAINED = (
     "head.weight",
@@ -161,6 +162,45 @@ def test_thousands_of_damaged_files_give_an_error_or_the_right_data(
     tmp_path: Path, whole: dict[str, dict[str, torch.Tensor]]
 ) -> None:
     check_damaged(random.Random(1), tmp_path, whole, 2000)
+
+
+ODD: tuple[Any, ...] = (None, -1, 2**62, "x", [], {}, (), [None], {"x": 1}, 1.5, torch.float16, torch.Size([3]))
+
+
+def altered(value: Any, chosen: random.Random) -> Any:
+    """Return the value with something of another kind put at a random place in it."""
+    if isinstance(value, dict) and value and chosen.random() < 0.9:
+        key = chosen.choice(list(value))
+        return {**value, key: altered(value[key], chosen)}
+    if isinstance(value, (list, tuple)) and value and chosen.random() < 0.9:
+        place = chosen.randrange(len(value))
+        kind = list if isinstance(value, list) else tuple  # torch.Size takes nothing but integers
+        return kind((*value[:place], altered(value[place], chosen), *value[place + 1 :]))
+    return chosen.choice(ODD)
+
+
+ALTERED = (
+    ("fsdp1_full", "pytorch_model_fsdp.bin"),
+    ("fsdp1_full", "optimizer.bin"),
+    ("fsdp1_full", "scheduler.bin"),
+    ("ddp", "optimizer.bin"),
+    ("ds_z0", "global_step3/mp_rank_00_model_states.pt"),
+    ("ds_z2", "global_step3/mp_rank_00_model_states.pt"),
+    ("ds_z3", "global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"),
+    ("ds_universal_z2", "global_step3_universal/zero/emb.weight/fp32.pt"),
+    ("ds_universal_z2", "global_step3_universal/mp_rank_00_model_states.pt"),
+)
+
+
+@pytest.mark.parametrize(("name", "file"), ALTERED)
+def test_whole_files_with_odd_content_give_a_clear_error_or_are_read(name: str, file: str, tmp_path: Path) -> None:
+    """No checksum tells here: the file is as it was saved, and its values are of other kinds than a reader expects."""
+    folder = copied(name, tmp_path)
+    content = torch.load(folder / file, weights_only=True)
+    chosen = random.Random(0)
+    for _ in range(30):
+        torch.save(altered(content, chosen), folder / file)
+        outcome(folder)
 
 
 def test_a_slice_of_one_rank_where_the_whole_should_be_is_refused(tmp_path: Path) -> None:

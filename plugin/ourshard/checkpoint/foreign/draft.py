@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,29 @@ class Draft:
         return frozenset(name for group in self.groups for name in group.get("params", ()))
 
 
+def _refusing_damage(opening: Callable[..., None]) -> Callable[..., None]:
+    """Turn what odd content makes of a reader's assumptions (a list where a dict should be) into CheckpointError."""
+
+    @wraps(opening)
+    def guarded(self: ForeignSource, path: Path, *arguments: Any, **options: Any) -> None:
+        try:
+            opening(self, path, *arguments, **options)
+        except CheckpointError:
+            raise
+        except (TypeError, AttributeError, LookupError, ValueError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"{path}: has odd content: {type(error).__name__}: {error}") from error
+
+    return guarded
+
+
 class ForeignSource(Source):
-    """A `Source` over readers of single tensors."""
+    """A `Source` over readers of single tensors. Opening one raises nothing but CheckpointError and OSError."""
+
+    def __init_subclass__(cls) -> None:
+        """Guard the constructor of each reader."""
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            cls.__init__ = _refusing_damage(vars(cls)["__init__"])  # type: ignore[method-assign]
 
     def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
         """Open the checkpoint. `parameter_order`: names of the model's parameters, for optimizers that number them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,18 +73,22 @@ class Bytes:
     crc: int | None
     label: str
     checked: bool = field(default=False, compare=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     def check(self) -> None:
-        """Compare the bytes with their CRC-32, reading them through a small buffer; raise CheckpointError."""
-        if self.crc is not None and not self.checked:
-            crc, buffer = 0, bytearray(min(_CHECK_NBYTES, self.nbytes))
-            for begin in range(0, self.nbytes, _CHECK_NBYTES):
-                view = memoryview(buffer)[: min(_CHECK_NBYTES, self.nbytes - begin)]
-                read_into(self.path, self.start + begin, view)
-                crc = zlib.crc32(view, crc)
-            if crc != self.crc:
+        """Compare the bytes with their CRC-32, once; raise CheckpointError. Other threads wait for the result."""
+        with self.lock:
+            if not self.checked and self.crc is not None and self._computed_crc() != self.crc:
                 raise CheckpointError(f"{self.label} is damaged: its checksum differs")
-        self.checked = True
+            self.checked = True
+
+    def _computed_crc(self) -> int:
+        crc, buffer = 0, bytearray(min(_CHECK_NBYTES, self.nbytes))
+        for begin in range(0, self.nbytes, _CHECK_NBYTES):
+            view = memoryview(buffer)[: min(_CHECK_NBYTES, self.nbytes - begin)]
+            read_into(self.path, self.start + begin, view)
+            crc = zlib.crc32(view, crc)
+        return crc
 
     def read_into(self, start: int, view: memoryview, check: bool) -> None:
         """Fill `view` from byte `start` of the stretch on, with the checksum tested first if `check`."""
