@@ -12,7 +12,8 @@ import pytest
 import torch
 from ourshard.config import ShardConfig
 from ourshard.planning.layouts import plan_model
-from ourshard.planning.rehearsal import MeshSizes, Move, Rehearsal
+from ourshard.planning.moves import MeshSizes, Move
+from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.trace import trace
 from ourshard.runtime.ledger import Kind
 from torch import nn

@@ -23,8 +23,9 @@ from ourshard.planning.hardware import GB, Hardware, hardware_of
 from ourshard.planning.layouts import plan_model
 from ourshard.planning.memory import memory_of
 from ourshard.planning.model import load_model, make_batch, parse_input
+from ourshard.planning.moves import Does, MeshSizes, Move
 from ourshard.planning.plan import Planner, Workload, candidates, cheapest, mesh_of, scaling, traffic
-from ourshard.planning.rehearsal import Does, MeshSizes, Move, Rehearsal
+from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import simulate
 from ourshard.planning.trace import Kernel, Trace, UnitParts, trace
 from ourshard.planning.wire import Axes, Step, Transport, by_collective, lane_traffic

@@ -299,7 +299,7 @@ REPORTS = (
     idle("checkpoint.load_universal", _RESHARD),
     idle("checkpoint.parallel_write", "Every rank writes its own pieces.", tree=True),
     idle("checkpoint.checkpoint_serialization", "Checkpoints are safetensors files."),
-    idle("checkpoint.writer", "checkpoint.asynchronous: true writes in the background.", tree=True),
+    idle("checkpoint.writer", "Every rank writes its own pieces, without a writer to choose.", tree=True),
     refused("checkpoint.use_node_local_storage", "a checkpoint is one folder that all ranks see; save to shared "
             "storage."),
 )  # fmt: skip
@@ -338,8 +338,8 @@ OTHER_FEATURES = tuple(
         ("eigenvalue", f"{_REMOVED}; leave the block out."),
         ("elasticity", f"{_REMOVED}; restart on the ranks that are left, each checkpoint loads on any number."),
         ("autotuning", "ourshard plan compares configurations without running them; leave the block out."),
-        ("nebula", f"{_REMOVED}; use checkpoint.asynchronous: true."),
-        ("datastates_ckpt", "use checkpoint.asynchronous: true."),
+        ("nebula", f"{_REMOVED}; leave the block out."),
+        ("datastates_ckpt", "checkpoints are written by every rank at once, in our own format; leave the block out."),
     )
 )
 

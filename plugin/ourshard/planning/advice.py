@@ -12,7 +12,8 @@ from ourshard.config import Accumulate, ShardConfig
 from ourshard.planning.formulas import OPTIMIZERS, Optimizer
 from ourshard.planning.layouts import PlannedModel, plan_model
 from ourshard.planning.memory import Memory, memory_of
-from ourshard.planning.rehearsal import MeshSizes, Rehearsal
+from ourshard.planning.moves import MeshSizes
+from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.trace import Visit
 
 

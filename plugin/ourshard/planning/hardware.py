@@ -40,10 +40,7 @@ class Hardware:
     memory_rate: float  # of device memory, read and written
     link_rate: float  # to the other GPUs of a node
     network_rate: float  # to other nodes
-    host_rate: float  # to host memory
-    host_memory: int = 512 * GIB  # bytes of a node
-    disk_rate: float = 3.0 * GB  # of a node's local disk, written or read
-    host_adam_rate: float = 2.0e9  # optimizer elements a second that the cores of one rank step
+    disk_rate: float = 3.0 * GB  # of a node's disk; assumed, `--disk` says better
     # What was reached of the rates above, worst and best: Note [Reached].
     matmul_reach: Span = (0.68, 0.78)
     attention_reach: Span = (0.29, 0.42)  # of the rate of matrix products
@@ -78,17 +75,16 @@ class _Sheet:
     memory_tb: float  # TB/s of device memory
     link_gb: float  # GB/s to the GPUs of the node: NVLink, or PCIe where there is none
     network_gb: float  # GB/s of the network card beside the GPU, as in the vendor's own machine
-    host_gb: float  # GB/s of PCIe
 
 
 _SHEETS: Mapping[str, _Sheet] = {
-    "b200": _Sheet(192, 2250, 8.0, 900, 50, 64),
-    "h200": _Sheet(151, 989, 4.8, 450, 50, 64),
-    "h100": _Sheet(85, 989, 3.35, 450, 50, 64),
-    "a100": _Sheet(85, 312, 2.039, 300, 25, 32),
-    "a100-40": _Sheet(42, 312, 1.555, 300, 25, 32),
-    "l40s": _Sheet(48, 362, 0.864, 32, 25, 32),
-    "rtx4090": _Sheet(25, 165, 1.008, 32, 12.5, 32),
+    "b200": _Sheet(192, 2250, 8.0, 900, 50),
+    "h200": _Sheet(150, 989, 4.8, 450, 50),
+    "h100": _Sheet(85, 989, 3.35, 450, 50),
+    "a100": _Sheet(85, 312, 2.039, 300, 25),
+    "a100-40": _Sheet(42, 312, 1.555, 300, 25),
+    "l40s": _Sheet(48, 362, 0.864, 32, 25),
+    "rtx4090": _Sheet(25, 165, 1.008, 32, 12.5),
 }
 # The driver, the CUDA context and the reserve of the allocator take the rest.
 _USABLE = 0.97
@@ -114,5 +110,4 @@ def hardware_of(name: str, gpus: int, nodes: int = 1) -> Hardware:
         memory_rate=sheet.memory_tb * 1e12,
         link_rate=sheet.link_gb * GB,
         network_rate=sheet.network_gb * GB,
-        host_rate=sheet.host_gb * GB,
     )

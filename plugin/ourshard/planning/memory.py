@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ourshard.planning.formulas import Optimizer
 from ourshard.planning.layouts import PlannedModel
-from ourshard.planning.rehearsal import Does, Move
+from ourshard.planning.moves import Does, Move
 from ourshard.runtime.ledger import Kind
 
 # cuBLAS keeps this on Hopper for matrix products (CUDA 13, "cuBLAS workspace": 32 MiB); it counts as allocated.

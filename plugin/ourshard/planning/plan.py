@@ -16,7 +16,8 @@ from ourshard.planning.hardware import Hardware
 from ourshard.planning.layouts import PlannedModel, plan_model
 from ourshard.planning.memory import Memory, memory_of
 from ourshard.planning.model import Batch
-from ourshard.planning.rehearsal import MeshSizes, Move, Rehearsal
+from ourshard.planning.moves import MeshSizes, Move
+from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import Timing, group_of, simulate
 from ourshard.planning.trace import Trace, UnitParts, trace
 

@@ -12,74 +12,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from ourshard.config import Accumulate, ShardConfig
+from ourshard.planning.buffers import (
+    arriving_kind,
+    at_rest,
+    cast_nbytes,
+    leaf_nbytes,
+    peer_nbytes,
+    refilled_nbytes,
+    sent_nbytes,
+    summed_nbytes,
+)
 from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
+from ourshard.planning.moves import Collective, Does, MeshSizes, Move
 from ourshard.planning.trace import Visit
-from ourshard.planning.wire import all_reduce_nbytes, ring_nbytes
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
 
 BUFFERS_IN_FLIGHT = 2  # units whose reductions may be under way: `Engine.keep_until_reduced`, on GPUs
-
-
-@dataclass(frozen=True, slots=True)
-class MeshSizes:
-    """Ranks on each axis of the mesh."""
-
-    shard: int
-    replicate: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.shard * self.replicate
-
-    def of(self, axis: str) -> int:
-        return {"shard": self.shard, "replicate": self.replicate, "world": self.world}[axis]
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective of one lane."""
-
-    name: str  # all_gather, reduce_scatter or all_reduce
-    axis: str
-    whole_nbytes: int  # of the buffer that all ranks together fill or reduce
-
-    def wire_nbytes(self, ranks: int) -> int:
-        """Bytes that one rank sends, rounded as the ledger does."""
-        ring = all_reduce_nbytes if self.name == "all_reduce" else ring_nbytes
-        return ring(self.whole_nbytes, ranks)
-
-
-class Does(Enum):
-    """What a move is."""
-
-    GATHER = "gather"  # start to bring a unit's parameters in, on the gather stream
-    REDUCE = "reduce"  # start to reduce a unit's gradients, on the reduce stream
-    USE = "use"  # compute waits for the unit's gather
-    COMPUTE = "compute"  # a visit of the fake run
-    COPY = "copy"  # compute copies `nbytes` (read and written)
-    BOUND = "bound"  # compute waits for all but the newest reductions
-    JOIN = "join"  # compute waits for everything
-    STEP = "step"  # the optimizer steps `nbytes` of masters
-    REST = "rest"  # gradients are set to None, the step is over
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One thing that a rank does, and what it holds from then on, in bytes by kind."""
-
-    does: Does
-    unit: int
-    held: dict[Kind, int]
-    in_flight: int = 0  # bytes that the ledger has not: gradients before they are taken, buffers that reductions read
-    collectives: tuple[Collective, ...] = ()
-    nbytes: int = 0
-    visit: Visit | None = None
 
 
 @dataclass(slots=True)
@@ -159,9 +112,9 @@ class Rehearsal:
         self._backward = False
         self._sync = True
         self._pending: list[int] = []  # bytes of the buffers of reductions that compute has not waited for
-        self._held: Counter[Kind] = Counter(_at_rest(self.planned.lanes))
+        self._held: Counter[Kind] = Counter(at_rest(self.planned.lanes))
         self._pulled = 0  # bytes of what was pulled from peers; the buffer stays
-        self._staging, self._arena = _peer_nbytes(self.planned, self.mesh.shard) if self.peer else (0, 0)
+        self._staging, self._arena = peer_nbytes(self.planned, self.mesh.shard) if self.peer else (0, 0)
         self._held[Kind.REDUCE] += 2 * self._staging + self._arena
         nobody: Any = _Nobody()
         units: Any = self._units
@@ -186,7 +139,7 @@ class Rehearsal:
         return self.step()
 
     def _forward(self) -> None:
-        refilled = sum(_refilled_nbytes(lane) for unit in self.planned.units for lane in unit.lanes)
+        refilled = sum(refilled_nbytes(lane) for unit in self.planned.units for lane in unit.lanes)
         self._move(Does.COPY, self._root, nbytes=refilled)
         for unit in self._units:
             unit.is_pending = True
@@ -217,9 +170,9 @@ class Rehearsal:
                 self._require(unit)
                 unit.running = True
             self._move(Does.COMPUTE, unit, visit=visit)  # what it makes of gradients counts in the visit
-            unit.in_flight = sum(_leaf_nbytes(lane.planned) for lane in unit.lanes)
+            unit.in_flight = sum(leaf_nbytes(lane.planned) for lane in unit.lanes)
             for rooted in (self._units[index] for index in visit.graded):
-                rooted.in_flight = sum(_leaf_nbytes(lane.planned) for lane in rooted.lanes)
+                rooted.in_flight = sum(leaf_nbytes(lane.planned) for lane in rooted.lanes)
                 self._reduce_or_keep(rooted)
             unit.calls = max(0, unit.calls - 1)
             if not unit.planned.rooted and visit.bounded and not unit.calls:
@@ -308,7 +261,7 @@ class Rehearsal:
             for lane in unit.planned.lanes
             if not lane.placement.whole and self.mesh.shard > 1
         )
-        cast = sum(_cast_nbytes(lane) for lane in unit.planned.lanes)
+        cast = sum(cast_nbytes(lane) for lane in unit.planned.lanes)
         self._move(Does.GATHER, unit, collectives=calls, nbytes=cast)
 
     def _release(self, unit: _Unit) -> None:
@@ -343,11 +296,11 @@ class Rehearsal:
             lane.lent = reduce_next and self.peer and not unit.planned.rooted and not planned.placement.whole
             if not lane.lent:
                 lane.arriving = planned.numel * width
-                self._held[_arriving_kind(planned)] += lane.arriving
+                self._held[arriving_kind(planned)] += lane.arriving
         if reduce_next and not planned.direct and not lane.gradient:
             lane.gradient = True
             self._held[Kind.GRADIENT] += planned.master_nbytes
-        self._move(Does.COPY, unit, nbytes=_leaf_nbytes(planned) + planned.numel * width)
+        self._move(Does.COPY, unit, nbytes=leaf_nbytes(planned) + planned.numel * width)
 
     def _reduce(self, unit: _Unit) -> None:
         """Follow `Unit.reduce` and `Lane.reduce`."""
@@ -356,13 +309,13 @@ class Rehearsal:
         for lane in unit.lanes:
             self._take(unit, lane, reduce_next=lane in due)
         unit.in_flight = 0
-        buffers = sum(_sent_nbytes(lane.planned) for lane in due if not lane.lent)
+        buffers = sum(sent_nbytes(lane.planned) for lane in due if not lane.lent)
         pulled = sum(lane.planned.numel * lane.planned.reduce_nbytes for lane in due if lane.lent)
         self._pulled = max(self._pulled, pulled * (self.mesh.shard - 1) // self.mesh.shard)
         calls: list[Collective] = []
         for lane in due:
             calls += self._lane_reduction(lane)
-        summed = sum(_summed_nbytes(lane.planned) for lane in due)
+        summed = sum(summed_nbytes(lane.planned) for lane in due)
         self._move(Does.REDUCE, unit, collectives=tuple(calls), nbytes=summed)
         self._pending.append(buffers)
         if len(self._pending) > self.buffers_in_flight:
@@ -373,7 +326,7 @@ class Rehearsal:
         planned = lane.planned
         nbytes = planned.numel * planned.reduce_nbytes
         if not planned.direct:
-            self._held[_arriving_kind(planned)] -= lane.arriving
+            self._held[arriving_kind(planned)] -= lane.arriving
             lane.arriving, lane.lent = 0, False
         if planned.placement.whole:
             calls = [Collective("all_reduce", "world", nbytes)]
@@ -393,57 +346,3 @@ class Rehearsal:
     ) -> None:
         in_flight = sum(other.in_flight for other in self._units) + sum(self._pending) + self._pulled
         self.moves.append(Move(does, unit.index, dict(self._held), in_flight, collectives, nbytes, visit))
-
-
-def _at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
-    """Return what `Lane._make_buffers` holds."""
-    held: Counter[Kind] = Counter()
-    for lane in lanes:
-        if not lane.sharded:
-            held[Kind.MASTER if lane.direct else Kind.FULL] += lane.full_nbytes
-        if not lane.aliased:
-            held[Kind.MASTER] += lane.master_nbytes
-    return dict(held)
-
-
-def _arriving_kind(lane: PlannedLane) -> Kind:
-    return Kind.GRADIENT if lane.placement.grads is At.WHOLE else Kind.REDUCE
-
-
-def _peer_nbytes(planned: PlannedModel, ranks: int) -> tuple[int, int]:
-    """Return the bytes of a staging buffer and of the arena: `_sizes` in runtime/peer.py."""
-    staging = arena = 0
-    for unit in planned.units:
-        lanes = [lane for lane in unit.lanes if not lane.placement.whole and not unit.rooted]
-        staging = max([staging, *(lane.full_nbytes // ranks for lane in lanes)])
-        arena = max(arena, sum(_aligned(lane.numel * lane.reduce_nbytes) for lane in lanes if lane.trainable))
-    return _aligned(staging), _aligned(arena)
-
-
-def _aligned(nbytes: int, to: int = 512) -> int:
-    return -(-nbytes // to) * to
-
-
-def _refilled_nbytes(lane: PlannedLane) -> int:
-    """Bytes read and written at the start of a forward, where the user may have written to the masters he holds."""
-    return lane.numel * (lane.store_nbytes + lane.compute_nbytes) if lane.placement.whole and not lane.direct else 0
-
-
-def _leaf_nbytes(lane: PlannedLane) -> int:
-    """Bytes of the gradients that backward makes for a lane before the runtime takes them."""
-    return lane.used_numel * lane.compute_nbytes if lane.trainable and not lane.direct else 0
-
-
-def _sent_nbytes(lane: PlannedLane) -> int:
-    """Bytes of the buffer that a reduction reads; none where it is the gradient at rest."""
-    return 0 if lane.direct and lane.reduce_nbytes == lane.store_nbytes else lane.numel * lane.reduce_nbytes
-
-
-def _cast_nbytes(lane: PlannedLane) -> int:
-    """Bytes read and written to bring this rank's master into the slot."""
-    return 0 if lane.aliased else lane.master_numel * (lane.store_nbytes + lane.compute_nbytes)
-
-
-def _summed_nbytes(lane: PlannedLane) -> int:
-    """Bytes read and written to add a reduced gradient to the one at rest."""
-    return 0 if lane.direct else lane.master_numel * (lane.reduce_nbytes + lane.store_nbytes)

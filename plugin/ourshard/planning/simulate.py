@@ -20,7 +20,7 @@ from ourshard.planning.formulas import (
     ring_seconds,
 )
 from ourshard.planning.hardware import Hardware
-from ourshard.planning.rehearsal import Collective, Does, MeshSizes, Move
+from ourshard.planning.moves import Collective, Does, MeshSizes, Move
 from ourshard.planning.trace import Visit
 
 

@@ -1,0 +1,64 @@
+"""Bytes of a lane's buffers, as `runtime/lane.py` makes them: Note [Buffers of a lane] there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ourshard.planning.layouts import PlannedLane, PlannedModel
+from ourshard.runtime.ledger import Kind
+from ourshard.runtime.placement import At
+
+
+def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
+    """Return what `Lane._make_buffers` holds."""
+    held: Counter[Kind] = Counter()
+    for lane in lanes:
+        if not lane.sharded:
+            held[Kind.MASTER if lane.direct else Kind.FULL] += lane.full_nbytes
+        if not lane.aliased:
+            held[Kind.MASTER] += lane.master_nbytes
+    return dict(held)
+
+
+def arriving_kind(lane: PlannedLane) -> Kind:
+    return Kind.GRADIENT if lane.placement.grads is At.WHOLE else Kind.REDUCE
+
+
+def peer_nbytes(planned: PlannedModel, ranks: int) -> tuple[int, int]:
+    """Return the bytes of a staging buffer and of the arena: `_sizes` in runtime/peer.py."""
+    staging = arena = 0
+    for unit in planned.units:
+        lanes = [lane for lane in unit.lanes if not lane.placement.whole and not unit.rooted]
+        staging = max([staging, *(lane.full_nbytes // ranks for lane in lanes)])
+        arena = max(arena, sum(_aligned(lane.numel * lane.reduce_nbytes) for lane in lanes if lane.trainable))
+    return _aligned(staging), _aligned(arena)
+
+
+def _aligned(nbytes: int, to: int = 512) -> int:
+    return -(-nbytes // to) * to
+
+
+def refilled_nbytes(lane: PlannedLane) -> int:
+    """Bytes read and written at the start of a forward, where the user may have written to the masters he holds."""
+    return lane.numel * (lane.store_nbytes + lane.compute_nbytes) if lane.placement.whole and not lane.direct else 0
+
+
+def leaf_nbytes(lane: PlannedLane) -> int:
+    """Bytes of the gradients that backward makes for a lane before the runtime takes them."""
+    return lane.used_numel * lane.compute_nbytes if lane.trainable and not lane.direct else 0
+
+
+def sent_nbytes(lane: PlannedLane) -> int:
+    """Bytes of the buffer that a reduction reads; none where it is the gradient at rest."""
+    return 0 if lane.direct and lane.reduce_nbytes == lane.store_nbytes else lane.numel * lane.reduce_nbytes
+
+
+def cast_nbytes(lane: PlannedLane) -> int:
+    """Bytes read and written to bring this rank's master into the slot."""
+    return 0 if lane.aliased else lane.master_numel * (lane.store_nbytes + lane.compute_nbytes)
+
+
+def summed_nbytes(lane: PlannedLane) -> int:
+    """Bytes read and written to add a reduced gradient to the one at rest."""
+    return 0 if lane.direct else lane.master_numel * (lane.reduce_nbytes + lane.store_nbytes)

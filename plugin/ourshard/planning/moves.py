@@ -1,0 +1,66 @@
+"""The words of a rehearsal: what a rank does in a step, and what it sends and holds while it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ourshard.planning.trace import Visit
+from ourshard.planning.wire import all_reduce_nbytes, ring_nbytes
+from ourshard.runtime.ledger import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """Ranks on each axis of the mesh."""
+
+    shard: int
+    replicate: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.shard * self.replicate
+
+    def of(self, axis: str) -> int:
+        return {"shard": self.shard, "replicate": self.replicate, "world": self.world}[axis]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of one lane."""
+
+    name: str  # all_gather, reduce_scatter or all_reduce
+    axis: str
+    whole_nbytes: int  # of the buffer that all ranks together fill or reduce
+
+    def wire_nbytes(self, ranks: int) -> int:
+        """Bytes that one rank sends, rounded as the ledger does."""
+        ring = all_reduce_nbytes if self.name == "all_reduce" else ring_nbytes
+        return ring(self.whole_nbytes, ranks)
+
+
+class Does(Enum):
+    """What a move is."""
+
+    GATHER = "gather"  # start to bring a unit's parameters in, on the gather stream
+    REDUCE = "reduce"  # start to reduce a unit's gradients, on the reduce stream
+    USE = "use"  # compute waits for the unit's gather
+    COMPUTE = "compute"  # a visit of the fake run
+    COPY = "copy"  # compute copies `nbytes` (read and written)
+    BOUND = "bound"  # compute waits for all but the newest reductions
+    JOIN = "join"  # compute waits for everything
+    STEP = "step"  # the optimizer steps `nbytes` of masters
+    REST = "rest"  # gradients are set to None, the step is over
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One thing that a rank does, and what it holds from then on, in bytes by kind."""
+
+    does: Does
+    unit: int
+    held: dict[Kind, int]
+    in_flight: int = 0  # bytes that the ledger has not: gradients before they are taken, buffers that reductions read
+    collectives: tuple[Collective, ...] = ()
+    nbytes: int = 0
+    visit: Visit | None = None
