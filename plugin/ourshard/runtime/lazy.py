@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ourshard.runtime.handle import GET_DATA, METADATA, SET_DATA
-from ourshard.runtime.source import Cast, Computed, Constant, Drawn, Joined, Reshaped, Sliced, Source
+from ourshard.runtime.source import Cast, Computed, Constant, Drawn, Joined, Reshaped, Sliced, Source, scratch
 
 _T = torch.Tensor
 KEEP_AFTER = 3  # calls that read a tensor whole before it stays in memory
@@ -104,9 +104,10 @@ def source_of(tensor: torch.Tensor) -> Source | None:
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
     """Turn a lazy tensor into an ordinary one, in place, and return it; others are returned as they are."""
     if isinstance(tensor, LazyTensor):
-        if tensor._cell.real is None:
-            tensor._cell.real = tensor._cell.source.whole()
-        _become_real(tensor)
+        with torch._C.DisableTorchFunction():  # inside of `init_context` reading would make lazy tensors again
+            if tensor._cell.real is None:
+                tensor._cell.real = tensor._cell.source.whole()
+            _become_real(tensor)
     return tensor
 
 
@@ -336,7 +337,7 @@ def _written(func: Any, args: Args, kwargs: Kwargs) -> Any:
     state = torch.get_rng_state()
     if func in _DRAWING:
         with torch.no_grad():
-            func(torch.zeros(tensor.shape, dtype=tensor.dtype), *rest, **kwargs)
+            func(scratch(tensor.shape, tensor.dtype), *rest, **kwargs)
     overwrites = view is None and (func in _DRAWING or func in _FILLING)
     before = Constant(0, cell.source.shape, cell.source.dtype) if overwrites else cell.source
 

@@ -25,10 +25,13 @@ def write_whole(lane: Lane, position: int, value: torch.Tensor) -> None:
     rows, granule = lane.rows(position), lane.layout.tensors[position].granule
     start, stop = rows.start * granule, rows.stop * granule
     source = source_of(value)
-    mine = value.detach().reshape(-1)[start:stop] if source is None else source.read(start, stop)
     # A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
     kept = lane.resting[position].detach() if lane.placement.whole else lane.rows_view(lane.master, position)
-    kept.view(-1).copy_(mine)
+    if source is None:
+        kept.view(-1).copy_(value.detach().reshape(-1)[start:stop])
+        return
+    for offset, block in source.blocks(start, stop):
+        kept.view(-1)[offset : offset + block.numel()].copy_(block)
 
 
 def written(lane: Lane) -> None:
