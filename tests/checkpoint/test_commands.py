@@ -255,14 +255,13 @@ def test_ctrl_c_stops_a_conversion_within_seconds_and_the_same_command_goes_on(t
         """
         import sys, time
         from ourshard import cli
-        from ourshard.checkpoint.safetensors_file import Layout
-        from ourshard.checkpoint.huggingface import FileTensor
-        read = FileTensor.read
-        def slowly(self, *rows, **options):
+        from ourshard.checkpoint.huggingface import SafetensorsSource
+        read = SafetensorsSource.read_run_into
+        def slowly(self, *arguments):
             print("read", flush=True)
             time.sleep(0.2)
-            return read(self, *rows, **options)
-        FileTensor.read = slowly
+            return read(self, *arguments)
+        SafetensorsSource.read_run_into = slowly
         cli.main(sys.argv[1:])
         """
     )
