@@ -148,10 +148,8 @@ def main() -> None:
                 ok = worst < tolerance and worst_loss < 10 * tolerance
                 bad += not ok
                 if dist.get_rank() == 0:
-                    print(
-                        f"{'ok ' if ok else 'BAD'} {dtype} accumulate {accumulate} {options}: {worst:.2e} {worst_loss:.2e}",
-                        flush=True,
-                    )
+                    case = f"{dtype} accumulate {accumulate} {options}"
+                    print(f"{'ok ' if ok else 'BAD'} {case}: {worst:.2e} {worst_loss:.2e}", flush=True)
     dist.destroy_process_group()
     sys.exit(bad > 0)
 
