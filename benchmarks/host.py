@@ -17,12 +17,11 @@ import time
 import torch
 import torch.distributed as dist
 from engines import adamw, loss_of
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from works import Work
-
 from ourshard.config import ShardConfig
 from ourshard.runtime.api import clip_grad_norm_, engine_of, shard_model
 from ourshard.runtime.mesh import Axis, Mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from works import Work
 
 
 def main() -> None:
