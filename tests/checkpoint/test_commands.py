@@ -253,12 +253,12 @@ def test_ctrl_c_stops_a_conversion_within_seconds_and_the_same_command_goes_on(t
     ]
     slow = textwrap.dedent(
         """
-        import sys, time
+        import os, sys, time
         from ourshard import cli
         from ourshard.checkpoint.huggingface import SafetensorsSource
         read = SafetensorsSource.read_run_into
         def slowly(self, *arguments):
-            print("read", flush=True)
+            os.write(1, b"read\\n")  # in one piece: workers print at once
             time.sleep(0.2)
             return read(self, *arguments)
         SafetensorsSource.read_run_into = slowly
