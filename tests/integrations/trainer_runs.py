@@ -66,8 +66,10 @@ def llama(**changes: Any) -> Any:
 
 
 def quiet() -> None:
-    """Leave what libraries log at start out of the tests' output."""
+    """Leave what libraries log at start out of the tests' output, and one core to a process."""
     import transformers
+
+    torch.set_num_threads(1)
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -93,8 +95,15 @@ def arguments(case: Case, folder: Path, world: int, **more: Any) -> Any:
     return TrainingArguments(str(folder), **given)
 
 
-def run(case: Case, folder: Path, shard: dict[str, Any] | None = None, world: int = 1, **more: Any) -> Run:
-    """Train as `case` says; with `shard`, sharded. `more` are training arguments on top."""
+def run(
+    case: Case,
+    folder: Path,
+    shard: dict[str, Any] | None = None,
+    world: int = 1,
+    resume: str | None = None,
+    **more: Any,
+) -> Run:
+    """Train as `case` says, sharded as `shard` says, from the checkpoint `resume`; `more` are training arguments."""
     from transformers import Trainer
 
     quiet()
@@ -110,7 +119,7 @@ def run(case: Case, folder: Path, shard: dict[str, Any] | None = None, world: in
     results: dict[str, Any] = {}
     if case.before == "evaluate":
         results["before"] = trainer.evaluate()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     for what in case.after:
         results[what] = AFTER[what](trainer)
     logs = [{k: v for k, v in log.items() if k in KEPT} for log in trainer.state.log_history]
@@ -198,7 +207,7 @@ def save(trainer: Any) -> list[str]:
 AFTER = {"predict": predict, "generate": generate, "train": train_again, "save": save}
 
 
-def on_rank(case: Case, folder: str, shard: dict[str, Any], **more: Any) -> Run:
+def on_rank(case: Case, folder: str, shard: dict[str, Any] | None, **more: Any) -> Run:
     """Run a case on a rank of a pool."""
     import torch.distributed as dist
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,7 +31,12 @@ def to_plain(whole: dict[str, Any], model: nn.Module, engines: Sequence[Engine])
         numbers.update({key: len(numbers) + place for place, key in enumerate(keys)})
         names = [key.partition("/")[2] for key in keys]
         groups.append({**group, "params": [numbers[key] for key in keys], NAMES: names})
-    return {"state": {numbers[key]: state for key, state in whole["state"].items()}, "param_groups": groups}
+    return {"state": {numbers[key]: _apart(state) for key, state in whole["state"].items()}, "param_groups": groups}
+
+
+def _apart(state: dict[str, Any]) -> dict[str, Any]:
+    """Give a parameter a step count of its own: those of one run share theirs, and torch would count it up for each."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for k, v in state.items()}
 
 
 def from_plain(

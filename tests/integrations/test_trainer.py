@@ -1,0 +1,221 @@
+"""What a Trainer does on ranks, sharded, against the same in one process on the joined batches.
+
+Cases C01, C06, A01, B01, B05, B06, D02, F05 of CASES.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integrations.trainer_runs import EVAL_ROWS, Case, Run, on_rank, run
+
+pytestmark = pytest.mark.ranks
+
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+
+CASES: dict[str, Case] = {
+    "plain": Case(arguments=EVALUATES, after=("predict", "save")),
+    "accumulation": Case(arguments={"gradient_accumulation_steps": 3, **EVALUATES}),
+    "label smoothing": Case(arguments={"label_smoothing_factor": 0.1}),
+    "group by length": Case(arguments={"train_sampling_strategy": "group_by_length"}),
+    "checkpointing": Case(arguments=CHECKPOINTED),
+    "reentrant checkpointing": Case(arguments=REENTRANT),
+    "compile": Case(arguments={"torch_compile": True, "torch_compile_backend": "eager"}, after=("save",)),
+    "evaluate first, train twice": Case(before="evaluate", after=("train",)),
+    "tied": Case(config={"tie_word_embeddings": True}, after=("save",)),
+    "no clipping": Case(arguments={"max_grad_norm": 0.0}),
+    "hard clipping": Case(arguments={"max_grad_norm": 0.1}),
+    "best model": Case(arguments={**BEST, "load_best_model_at_end": True}),
+    "best model alone": Case(arguments={**BEST, "load_best_model_at_end": True, "save_only_model": True}),
+    "full evaluation in bf16": Case(arguments={"bf16_full_eval": True, **EVALUATES}),
+    "sgd": Case(arguments={"optim": "sgd"}),
+    "adagrad": Case(arguments={"optim": "adagrad"}),
+    "lora": Case(peft="lora", arguments=EVALUATES, after=("save",)),
+    "dora": Case(peft="dora", after=("save",)),
+    "modules to save": Case(peft="head", after=("save",)),
+    "ia3": Case(peft="ia3", after=("save",)),
+    "prompt tuning": Case(peft="prompt", after=("save",)),
+    "best lora": Case(peft="lora", arguments={**BEST, "load_best_model_at_end": True}),
+}
+SHARD = {"persist_below": 50}
+
+
+def run_all(names: list[str], folder: str, shard: dict[str, Any] | None) -> dict[str, Run]:
+    return {name: on_rank(CASES[name], f"{folder}/{name}", shard) for name in names}
+
+
+@functools.cache
+def expected(name: str, folder: Path) -> Run:
+    return run(CASES[name], folder / "reference" / name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+def assert_same(results: list[Run], wanted: Run, name: str) -> None:
+    for found in results:
+        for column in ("loss", "grad_norm"):
+            apart = np.abs(np.subtract(found.column(column), wanted.column(column)))
+            assert apart.max() < 1e-5, (name, column, apart)
+        assert found.column("eval_accuracy") == pytest.approx(wanted.column("eval_accuracy")), name
+        assert set(found.state) == set(wanted.state), name
+        apart = {key: (found.state[key] - value).abs().max().item() for key, value in wanted.state.items()}
+        assert max(apart.values()) < 1e-5, (name, max(apart, key=apart.__getitem__), max(apart.values()))
+        for what, value in wanted.results.items():
+            if what == "predict":
+                assert found.results[what].shape[0] == EVAL_ROWS
+                assert np.abs(found.results[what] - value).max() < 1e-5, name
+            elif what in ("save", "train"):
+                assert found.results[what] == value, name
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+def test_a_trainer_on_two_ranks_is_one_process_on_the_joined_batches(ranks, folder, stage):
+    results = ranks(2)(run_all, list(CASES), str(folder / str(stage)), {**SHARD, "stage": stage}, timeout=280)
+    for name in CASES:
+        assert_same([result[name] for result in results], expected(name, folder), name)
+
+
+def saved(folder: str, world: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    from safetensors import safe_open
+
+    found = {}
+    with safe_open(folder, "pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            found[key] = (file.get_slice(key).get_dtype(), tuple(file.get_slice(key).get_shape()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "compile", "lora", "modules to save", "prompt tuning"])
+def test_what_is_saved_is_what_one_process_saves(ranks, folder, name):
+    """The same names and shapes, adapters alone where there are adapters, and a tied tensor once."""
+    expected(name, folder)
+    ranks(2)(run_all, [name], str(folder / "saved"), {**SHARD, "stage": 3}, timeout=120)
+    file = "adapter_model.safetensors" if CASES[name].peft else "model.safetensors"
+    told = saved(str(folder / "saved" / name / file), 2)
+    assert told == saved(str(folder / "reference" / name / file), 1)
+    assert told
+
+
+def generated(shard: dict[str, Any] | None, folder: str) -> list[int]:
+    return on_rank(Case(after=("generate",)), folder, shard).results["generate"]
+
+
+def test_ranks_that_generate_for_different_times_do_not_wait_for_ever(ranks, folder):
+    """Each rank generates what a rank of stock DDP generates: 4 tokens on the first, 7 on the second."""
+    stock = ranks(2)(generated, None, str(folder / "stock"), timeout=60)
+    assert [len(tokens) for tokens in stock] == [4, 7]
+    for stage in (0, 3):
+        assert ranks(2)(generated, {**SHARD, "stage": stage}, str(folder / f"generated{stage}"), timeout=60) == stock
+
+
+def losses_of_ddp(shard: dict[str, Any] | None, folder: str, arguments: dict[str, Any]) -> dict[str, list[float]]:
+    found = on_rank(Case(arguments=arguments), folder, shard)
+    return {name: found.column(name) for name in ("loss", "grad_norm", "eval_loss")}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False, **EVALUATES},
+        {"neftune_noise_alpha": 5.0},
+        {"bf16": True},
+    ],
+    ids=["means of ranks", "neftune", "bf16"],
+)
+def test_what_depends_on_the_ranks_is_as_under_stock_ddp(ranks, folder, arguments):
+    """Where the joined batch gives another result by design, the measure is DDP on as many ranks."""
+    stock = ranks(2)(losses_of_ddp, None, str(folder / "ddp"), arguments, timeout=60)
+    ours = ranks(2)(losses_of_ddp, {**SHARD, "stage": 3}, str(folder / "ours"), arguments, timeout=60)
+    tolerance = 2e-2 if arguments.get("bf16") else 1e-5
+    for mine, theirs in zip(ours, stock, strict=True):
+        for name, values in theirs.items():
+            assert np.allclose(mine[name], values, atol=tolerance), (name, mine[name], values)
+
+
+def refusal(folder: str, stage: int) -> str:
+    try:
+        on_rank(Case(arguments={"optim": "adafactor"}), folder, {**SHARD, "stage": stage})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_adafactor_is_refused_by_name_where_masters_are_sharded(ranks, folder):
+    for told in ranks(2)(refusal, str(folder / "adafactor"), 1, timeout=60):
+        assert "Adafactor" in told
+        assert "Use stage 0" in told
+    assert ranks(2)(refusal, str(folder / "adafactor"), 0, timeout=60) == ["", ""]
+
+
+def too_large_at_first(folder: str, shard: dict[str, Any] | None) -> tuple[int, list[float]]:
+    """Let every forward with more than one row of a rank fail as a full GPU does."""
+    from tests.integrations import trainer_runs
+
+    build = trainer_runs.llama
+
+    def small(**changes: Any) -> Any:
+        model = build(**changes)
+        original = model.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if model.training and len(kwargs["input_ids"]) > 1:
+                raise RuntimeError("CUDA out of memory.")
+            return original(*args, **kwargs)
+
+        model.forward = forward
+        return model
+
+    trainer_runs.llama = small
+    try:
+        found = on_rank(Case(arguments={"auto_find_batch_size": True}, batch=4), folder, shard)
+    finally:
+        trainer_runs.llama = build
+    return len(found.logs), found.column("loss")
+
+
+def test_auto_find_batch_size_trains_after_a_forward_that_failed(ranks, folder):
+    ours = ranks(2)(too_large_at_first, str(folder / "auto"), {**SHARD, "stage": 3}, timeout=90)
+    wanted = run(Case(batch=2), folder / "reference" / "auto").column("loss")
+    for _, losses in ours:
+        assert np.allclose(losses, wanted, atol=1e-5)
+
+
+def rank_zero_alone(folder: str) -> str:
+    """Save on the first rank alone, while the second goes on."""
+    import ourshard
+    import torch.distributed as dist
+
+    from tests.integrations.trainer_runs import llama, quiet
+
+    quiet()
+    model = ourshard.shard_model(llama(), {"stage": 3})
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    model(input_ids=tokens)
+    try:
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        else:
+            model(input_ids=tokens)
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_save_on_one_rank_alone_is_an_error_that_names_both_sides(ranks, folder):
+    ended = ranks(2, fresh=True)(rank_zero_alone, str(folder / "alone"), timeout=60)
+    assert "rank 0: save_pretrained" in ended.values[0]
+    assert "rank 1: " in ended.values[0]
+    assert ended.seconds < 50

@@ -1,0 +1,99 @@
+"""A Trainer's checkpoints: resumed on any number of ranks and at any stage, and exchanged with stock Trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integrations.trainer_runs import Case, on_rank, run
+
+pytestmark = pytest.mark.ranks
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+SHARD = {"persist_below": 50}
+CASES = {"full": Case(arguments=SAVES), "lora": Case(arguments=SAVES, peft="lora")}
+
+
+def resumed(name: str, folder: str, shard: dict[str, Any] | None, checkpoint: str | None) -> dict[str, Any]:
+    found = on_rank(CASES[name], folder, shard, resume=checkpoint)
+    return {"losses": found.column("loss"), "norms": found.column("grad_norm"), "state": found.state}
+
+
+def assert_goes_on(found: list[dict[str, Any]], wanted: Any) -> None:
+    for told in found:
+        assert np.allclose(told["losses"], wanted.column("loss"), atol=1e-5)
+        assert np.allclose(told["norms"], wanted.column("grad_norm"), atol=1e-5)
+        apart = {key: (told["state"][key] - value).abs().max().item() for key, value in wanted.state.items()}
+        assert max(apart.values()) < 1e-5, max(apart, key=apart.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train in one process, without ourshard, and keep the checkpoints."""
+    folder = tmp_path_factory.mktemp("stock")
+    return {"folder": folder, **{name: run(case, folder / name) for name, case in CASES.items()}}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_of_two_ranks_resumes_on_any_world_and_stage_and_without_ourshard(ranks, stock, tmp_path, name):
+    """The losses, norms and weights after resuming are those of a run that was not interrupted."""
+    ranks(2)(resumed, name, str(tmp_path / "first"), {**SHARD, "stage": 3}, None, timeout=90)
+    checkpoint = str(tmp_path / "first" / "checkpoint-2")
+    for world, stage in ((2, 3), (1, 3), (2, 1), (2, 0)):
+        again = str(tmp_path / f"again{world}{stage}")
+        found = ranks(world)(resumed, name, again, {**SHARD, "stage": stage}, checkpoint, timeout=90)
+        assert_goes_on(found, stock[name])
+    alone = run(CASES[name], tmp_path / "alone", resume=checkpoint)
+    assert_goes_on(
+        [{"losses": alone.column("loss"), "norms": alone.column("grad_norm"), "state": alone.state}], stock[name]
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_of_a_stock_trainer_resumes_sharded(ranks, stock, tmp_path, name):
+    checkpoint = str(stock["folder"] / name / "checkpoint-2")
+    for stage in (3, 2):
+        found = ranks(2)(resumed, name, str(tmp_path / str(stage)), {**SHARD, "stage": stage}, checkpoint, timeout=90)
+        assert_goes_on(found, stock[name])
+
+
+def test_the_optimizers_file_is_the_one_that_a_stock_trainer_writes(ranks, stock, tmp_path):
+    """The same groups, numbers and shapes, and the parameters' names beside them."""
+    ranks(2)(resumed, "full", str(tmp_path), {**SHARD, "stage": 3}, None, timeout=90)
+    ours = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    theirs = torch.load(stock["folder"] / "full" / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    assert [group["params"] for group in ours["param_groups"]] == [group["params"] for group in theirs["param_groups"]]
+    assert ours["param_groups"][0]["param_names"][0] == "model.embed_tokens.weight"
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, state in theirs["state"].items():
+        assert state.keys() == ours["state"][number].keys()
+        for key, value in state.items():
+            assert ours["state"][number][key].shape == value.shape
+            assert torch.allclose(ours["state"][number][key], value, atol=1e-6)
+
+
+def weights_before_preparing(folder: str, checkpoint: str) -> tuple[int, int]:
+    """Return the parameters without memory, and the bytes read, when a checkpoint is loaded and not yet sharded."""
+    from ourshard.runtime.lazy import LazyTensor
+    from ourshard.runtime.source import bytes_read
+    from transformers import AutoModelForCausalLM, Trainer
+
+    from tests.integrations import trainer_runs as runs
+
+    runs.quiet()
+    runs.enable({**SHARD, "stage": 3})
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    args = runs.arguments(CASES["full"], Path(folder), 2)
+    trainer = Trainer(model=model, args=args, train_dataset=runs.Tokens(8))
+    before = bytes_read()
+    trainer._load_from_checkpoint(checkpoint)
+    return sum(isinstance(parameter, LazyTensor) for parameter in model.parameters()), bytes_read() - before
+
+
+def test_resuming_reads_no_weights_before_each_rank_knows_its_rows(ranks, stock, tmp_path):
+    checkpoint = str(stock["folder"] / "full" / "checkpoint-2")
+    assert ranks(2)(weights_before_preparing, str(tmp_path), checkpoint, timeout=60) == [(21, 0)] * 2
