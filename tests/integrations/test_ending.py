@@ -30,7 +30,7 @@ LEAVING = """
 import atexit
 import torch
 import torch.distributed as dist
-atexit.register(lambda: print("DESTROYED", not dist.is_initialized(), flush=True))
+atexit.register(lambda: print(f"DESTROYED {not dist.is_initialized()}\\n", end="", flush=True))
 from accelerate import Accelerator
 accelerator = Accelerator()
 model = accelerator.prepare(torch.nn.Linear(64, 64))
@@ -51,7 +51,7 @@ def train(*args):
     accelerator.backward(model(start + accelerator.process_index).sum())
     optimizer.step()
     stage = ourshard.engine_of(model).config.stage
-    print("TRAINED", type(accelerator).__name__, accelerator.num_processes, stage, flush=True)
+    print(f"TRAINED {type(accelerator).__name__} {accelerator.num_processes} {stage}\\n", end="", flush=True)
 
 if __name__ == "__main__":
     ourshard.enable({{"stage": 2}})
