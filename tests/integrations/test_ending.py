@@ -51,7 +51,7 @@ def train(*args):
     accelerator.backward(model(start + accelerator.process_index).sum())
     optimizer.step()
     stage = ourshard.engine_of(model).config.stage
-    print(f"TRAINED {type(accelerator).__name__} {accelerator.num_processes} {stage}\\n", end="", flush=True)
+    print(f"TRAINED {{type(accelerator).__name__}} {{accelerator.num_processes}} {{stage}}\\n", end="", flush=True)
 
 if __name__ == "__main__":
     ourshard.enable({{"stage": 2}})
