@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from tests.ranks.nets import TOKENS, VOCABULARY, WIDTH, Block, llama, token_loss, tokens, toy
 from tests.ranks.pairs import pair, part
-from tests.ranks.training import STAGES, momentum, with_each
+from tests.ranks.training import TOY, momentum
 
 pytestmark = pytest.mark.ranks
 
-CONFIGS = {**STAGES, **with_each(STAGES, "small", persist_below=0)}
+CONFIGS = TOY
 EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -182,7 +182,7 @@ def generate(config: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 def test_generate_gives_the_tokens_of_one_process(ranks):
     """F01 (1)."""
-    for config in (STAGES["stage 2"], CONFIGS["small stage 3"]):
+    for config in (CONFIGS["stage 2"], CONFIGS["stage 3"]):
         for plain, sharded in ranks(2)(generate, config, timeout=120):
             assert plain == sharded
             assert len(plain[0]) > TOKENS

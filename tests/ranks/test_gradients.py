@@ -11,15 +11,16 @@ from torch import nn
 
 from tests.ranks.nets import square_loss, toy
 from tests.ranks.pairs import Pair, joined, pair, part
-from tests.ranks.training import STAGES, VARIANTS, adamw, momentum, sgd, with_each
+from tests.ranks.training import TOY, adamw, momentum, sgd
 
 pytestmark = pytest.mark.ranks
 
+BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 CONFIGS = {
-    **STAGES,
-    **with_each(STAGES, "small", persist_below=0),
-    "deferred": VARIANTS["deferred"],
-    **with_each(STAGES, "wide bf16", precision={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
+    **TOY,
+    "deferred": {"stage": 3, "persist_below": 0, "accumulate": "deferred"},
+    "bf16 whole": {"stage": 0, "precision": BF16},
+    "bf16 mixed": {"stage": 3, "persist_below": 100, "precision": BF16},
 }
 EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 FP32 = pytest.mark.parametrize("config", [c for c in CONFIGS.values() if "precision" not in c], ids=str)

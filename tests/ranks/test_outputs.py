@@ -11,11 +11,11 @@ from torch import nn
 
 from tests.ranks.nets import WIDTH, Block
 from tests.ranks.pairs import pair
-from tests.ranks.training import STAGES, with_each
+from tests.ranks.training import TOY
 
 pytestmark = pytest.mark.ranks
 
-CONFIGS = with_each(STAGES, "small", persist_below=0)
+CONFIGS = TOY
 
 
 @dataclass

@@ -10,12 +10,12 @@ from torch import nn
 
 from tests.ranks.nets import Block, square_loss
 from tests.ranks.pairs import joined, pair, part
-from tests.ranks.training import STAGES, VARIANTS, momentum, with_each
+from tests.ranks.training import TOY, momentum
 
 pytestmark = pytest.mark.ranks
 
-SMALL = {**with_each(STAGES, "small", persist_below=0), "whole": VARIANTS["whole until backward"], **STAGES}
-CONFIGS = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL.keys())
+CONFIGS_BY_NAME = {**TOY, "whole": {"stage": 3, "persist_below": 0, "reshard_after_forward": False}}
+CONFIGS = pytest.mark.parametrize("config", CONFIGS_BY_NAME.values(), ids=CONFIGS_BY_NAME.keys())
 
 
 def nothing_is_left(engine: Any) -> None:

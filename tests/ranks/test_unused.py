@@ -11,11 +11,11 @@ from torch import nn
 
 from tests.ranks.nets import WIDTH, Block
 from tests.ranks.pairs import joined, pair, part
-from tests.ranks.training import STAGES, VARIANTS, adamw, momentum, with_each
+from tests.ranks.training import TOY, adamw, momentum
 
 pytestmark = pytest.mark.ranks
 
-CONFIGS = {**STAGES, **with_each(STAGES, "small", persist_below=0), "whole": VARIANTS["whole until backward"]}
+CONFIGS = {**TOY, "whole": {"stage": 3, "persist_below": 0, "reshard_after_forward": False}}
 EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 

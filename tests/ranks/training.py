@@ -32,6 +32,11 @@ VARIANTS: Configs = {
     "one unit": {"stage": 3, "wrap": {"policy": "none"}},
 }
 
+# All parameters of the toy are below the default of `persist_below`: without a threshold of their own, these would all
+# be stage 0.
+TOY: Configs = {f"stage {stage}": {"stage": stage, "persist_below": 0} for stage in range(4)}
+TOY["some persist"] = {"stage": 3, "persist_below": 100}
+
 
 def with_each(configs: Configs, prefix: str, **changes: Any) -> Configs:
     """Return every config with some values changed; names get `prefix`."""

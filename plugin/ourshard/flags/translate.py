@@ -60,11 +60,10 @@ def translate(old: Path, output: Path, form: str = "native") -> Translation:
 
 
 def _to_native(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
-    said = {key: value for key, value in result.said.items() if not key.startswith(RUN)}
-    order = list(native.KEYS)
-    section = unflatten({key: said[key] for key in sorted(said, key=order.index)})
-    document = {"distributed_type": "OURSHARD", **kept, "ourshard_config": section or {"stage": 3}}
-    comments = {f"ourshard_config.{key}": f"{native.comment_of(key)} [{_was(result.origins[key])}]" for key in said}
+    document = {"distributed_type": "OURSHARD", **kept, "ourshard_config": _section(result)}
+    comments = {
+        f"ourshard_config.{key}": f"{native.comment_of(key)} [{_was(origin)}]" for key, origin in result.origins.items()
+    }
     return Translation({output: native.dump(document, comments, f"Translated from {old}.")}, elsewhere(result))
 
 
@@ -114,7 +113,11 @@ _WRITERS = {"native": _to_native, "fsdp": _to_fsdp, "deepspeed": _to_deepspeed}
 
 def compose(result: FlagResult, accelerate: Mapping[str, Any]) -> str:
     """Return a new native config: Accelerate's keys as given, then what `result` says."""
-    said = {key: value for key, value in result.said.items() if not key.startswith(RUN)}
+    return native.dump({"distributed_type": "OURSHARD", **accelerate, "ourshard_config": _section(result)})
+
+
+def _section(result: FlagResult) -> dict[str, Any]:
+    """Return what was said as a nested `ourshard_config`, in the order of the fields; never empty."""
     order = list(native.KEYS)
-    section = unflatten({key: said[key] for key in sorted(said, key=order.index)}) or {"stage": 3}
-    return native.dump({"distributed_type": "OURSHARD", **accelerate, "ourshard_config": section})
+    said = {key: value for key, value in result.said.items() if not key.startswith(RUN)}
+    return unflatten({key: said[key] for key in sorted(said, key=order.index)}) or {"stage": 3}

@@ -33,9 +33,7 @@ class Workload:
     optimizer: str = "adamw"
     mixed_precision: str = "bf16"  # Accelerate's: no, fp16 or bf16
     clip: bool = True
-    accelerate: bool = (
-        True  # autocast around the model, small parameters in their own dtype; False: `shard_model` alone
-    )
+    accelerate: bool = True  # under autocast, small parameters in their own dtype; False: `shard_model` alone
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:

@@ -20,6 +20,7 @@ class _Gradients:
 
     sharded: dict[Engine, list[torch.Tensor]] = field(default_factory=dict)
     whole: list[torch.Tensor] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32  # of their norm; the same on a rank that holds no rows
 
     def all(self) -> list[torch.Tensor]:
         return [*self.whole, *(tensor for tensors in self.sharded.values() for tensor in tensors)]
@@ -71,6 +72,8 @@ def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _
     found.whole.extend(p.grad for p in unique if not isinstance(p, ShardParameter) and p.grad is not None)
     for lane, positions in by_lane.items():
         _add_lane(lane, positions, found)
+    for dtype in [*(lane.store_dtype for lane in by_lane), *(tensor.dtype for tensor in found.whole)]:
+        found.dtype = torch.promote_types(found.dtype, dtype)
     return found
 
 
@@ -88,9 +91,9 @@ def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
 
 
 def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
-    parts = [_local(gradients.whole, order, None)] if gradients.whole else []
+    parts = [_local(gradients.whole, order, None, gradients.dtype)] if gradients.whole else []
     for engine, tensors in gradients.sharded.items():
-        local = _local(tensors, order, engine.mesh.device)
+        local = _local(tensors, order, engine.mesh.device, gradients.dtype)
         op = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
         engine.collectives.all_reduce(local, engine.mesh.shard, "the gradient norm", op)
         parts.append(local)
@@ -100,9 +103,9 @@ def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
     return stacked.max() if math.isinf(order) else stacked.sum() ** (1.0 / order)
 
 
-def _local(tensors: list[torch.Tensor], order: float, device: torch.device | None) -> torch.Tensor:
-    """Return the sum of |g|^order (the largest |g| for an infinite order) of local tensors, fp32."""
+def _local(tensors: list[torch.Tensor], order: float, device: torch.device | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of |g|^order (the largest |g| for an infinite order) of local tensors, in `dtype`."""
     if not tensors:
-        return torch.zeros((), device=device)
-    norms = torch.stack([norm.float().to(tensors[0].device) for norm in torch._foreach_norm(tensors, order)])
+        return torch.zeros((), device=device, dtype=dtype)
+    norms = torch.stack([norm.to(tensors[0].device, dtype) for norm in torch._foreach_norm(tensors, order)])
     return norms.max() if math.isinf(order) else (norms**order).sum()

@@ -277,7 +277,10 @@ class ShardParameter(Resting, nn.Parameter):
         return self._describe()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError(self._advice("copying"))
+        raise RuntimeError(
+            f"{self._lane.name_of(self._position)!r} is sharded, and a sharded model can't be deep-copied: copy it "
+            "before `prepare` (or before `shard_model`) and shard the copy too."
+        )
 
     def _advice(self, verb: str) -> str:
         name = self._lane.name_of(self._position)

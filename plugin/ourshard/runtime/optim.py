@@ -119,7 +119,7 @@ class _Adopted:
 
     __slots__ = ("adoption", "count", "orphaned")
 
-    def __init__(self, count: int, adoption: int) -> None:
+    def __init__(self, count: int, adoption: tuple[tuple[int, int], ...]) -> None:
         self.count = count
         self.adoption = adoption
         self.orphaned = False  # another optimizer took its parameters over
@@ -148,8 +148,9 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _adoption() -> int:
-    return sum(engine.adoption for engine in ENGINES)
+def _adoption() -> tuple[tuple[int, int], ...]:
+    """Return what changes whenever there may be parameters to adopt: a new engine, or a lane that became trainable."""
+    return tuple((engine.order, engine.adoption) for engine in ENGINES)
 
 
 def _adoptable(parameter: Any) -> bool:

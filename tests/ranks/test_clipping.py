@@ -1,0 +1,157 @@
+"""C02, F09: norms and clipping over sharded, whole, tied, frozen, unused and empty parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.nets import WIDTH, Toy, toy
+from tests.ranks.pairs import joined, pair, part
+from tests.ranks.training import TOY
+
+pytestmark = pytest.mark.ranks
+
+CONFIGS = TOY
+NORMS = [(2.0, 0.05), (2.0, 1e6), (math.inf, 0.01), (1.0, 0.5), (3.0, 0.05), (2.0, math.inf)]
+
+
+class Mixed(Toy):
+    """A toy with a tied, a frozen, an unused and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = self.first.weight
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(5, 7))
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
+
+
+def mixed() -> Mixed:
+    return Mixed()
+
+
+def some(model: Any) -> list[nn.Parameter]:
+    return [model.blocks[0].up.weight, model.last.bias, model.blocks[2].norm.weight]
+
+
+def clip_each_way(config: dict[str, Any]) -> list[float]:
+    from ourshard import clip_grad_norm_
+
+    both = pair(config, mixed)
+    norms = []
+    for order, most in NORMS:
+        for choose in (lambda m: m.parameters(), some):
+            both.zero_grad()
+            both.backward(joined(0))
+            wanted = nn.utils.clip_grad_norm_(choose(both.plain), most, order)
+            got = clip_grad_norm_(choose(both.sharded), most, order)
+            assert type(got) is torch.Tensor
+            assert got.dim() == 0
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)
+            both.assert_same_gradients()
+            norms.append(got.item())
+    both.zero_grad()
+    both.backward(joined(0))
+    torch.testing.assert_close(
+        clip_grad_norm_(both.sharded, 1e9), nn.utils.clip_grad_norm_(both.plain.parameters(), 1e9)
+    )
+    return norms
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("world", [2, 3])
+def test_norms_of_order_1_2_3_and_inf_are_those_of_one_process_and_the_same_on_all_ranks(ranks, config, world):
+    norms = ranks(world)(clip_each_way, config)
+    assert all(other == norms[0] for other in norms)
+
+
+def clip_values(config: dict[str, Any]) -> None:
+    from ourshard import clip_grad_value_
+
+    both = pair(config, mixed)
+    both.backward(joined(0))
+    nn.utils.clip_grad_value_([p for p in both.plain.parameters() if p.grad is not None], 0.002)
+    clip_grad_value_(both.sharded.parameters(), 0.002)
+    both.assert_same_gradients()
+    both.step()
+    both.assert_same()
+
+
+def test_values_are_clipped_element_by_element(ranks):
+    for config in CONFIGS.values():
+        ranks(2)(clip_values, config)
+
+
+def clip_with_torch(config: dict[str, Any]) -> str:
+    both = pair(config)
+    both.backward(joined(0))
+    wanted = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.05)
+    try:
+        got = nn.utils.clip_grad_norm_(both.sharded.parameters(), 0.05)
+    except RuntimeError as error:
+        return str(error)
+    torch.testing.assert_close(got, wanted)
+    both.assert_same_gradients()
+    return ""
+
+
+def test_torchs_own_clipping_is_right_or_refused_with_what_to_call(ranks):
+    """C02: never the norm of one rank's part."""
+    for name, config in CONFIGS.items():
+        for message in ranks(2)(clip_with_torch, config):
+            assert not message or "clip_grad_norm_" in message, f"{name}: {message}"
+            assert bool(message) == (config["stage"] > 0), name
+
+
+def without_gradients() -> tuple[float, float]:
+    from ourshard import clip_grad_norm_, shard_model
+
+    model = shard_model(toy(), {"stage": 3, "persist_below": 0})
+    before = clip_grad_norm_(model.parameters(), 1.0).item()
+    model(part(joined(0))).square().mean().backward()
+    model.zero_grad()
+    return before, clip_grad_norm_(model.parameters(), 1.0).item()
+
+
+def test_no_gradients_have_the_norm_zero(ranks):
+    assert ranks(2)(without_gradients) == [(0.0, 0.0)] * 2
+
+
+def not_finite() -> list[str]:
+    from ourshard import clip_grad_norm_, shard_model
+
+    model = shard_model(toy(), {"stage": 3, "persist_below": 0})
+    rows = part(joined(0)).clone()
+    if torch.distributed.get_rank() == 1:
+        rows[0, 0] = math.inf
+    model(rows).square().mean().backward()
+    try:
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked(ranks):
+    assert all(len(messages) == 1 for messages in ranks(2)(not_finite))
+
+
+def in_double() -> tuple[str, float]:
+    from ourshard import clip_grad_norm_, shard_model
+
+    plain, model = toy().double(), shard_model(toy().double(), {"stage": 3, "persist_below": 0})
+    rows = joined(0).double()
+    plain(rows).square().mean().backward()
+    model(part(rows)).square().mean().backward()
+    got = clip_grad_norm_(model.parameters(), 1.0)
+    return str(got.dtype), abs(got.item() - nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
+
+
+def test_the_norm_of_a_float64_model_has_float64_precision(ranks):
+    for dtype, apart in ranks(2)(in_double):
+        assert dtype == "torch.float64"
+        assert apart < 1e-14

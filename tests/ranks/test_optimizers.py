@@ -1,0 +1,243 @@
+"""Any optimizer that treats elements one by one, made before or after sharding; others are refused by name (X08)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.nets import square_loss, toy
+from tests.ranks.pairs import Pair, joined, pair, part
+from tests.ranks.training import TOY, adamw
+
+pytestmark = pytest.mark.ranks
+
+CONFIGS = TOY
+EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+# `eps` far above rounding: see `training.adamw`. Rprop and the like step by the sign of a gradient, so their parity is
+# held only where no gradient is near zero, which three steps of the toy give.
+KINDS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1},
+    "SGD nesterov": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 1e-3, "eps": 1e-4, "amsgrad": True},
+    "AdamW": {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1},
+    "AdamW foreach": {"lr": 1e-3, "eps": 1e-4, "foreach": True},
+    "AdamW one by one": {"lr": 1e-3, "eps": 1e-4, "foreach": False},
+    "NAdam": {"lr": 1e-3, "eps": 1e-4},
+    "RAdam": {"lr": 1e-3, "eps": 1e-4},
+    "Adamax": {"lr": 1e-3, "eps": 1e-4},
+    "Adagrad": {"lr": 1e-2, "eps": 1e-4},
+    "Adadelta": {"lr": 0.1, "eps": 1e-4},
+    "RMSprop": {"lr": 1e-3, "eps": 1e-4, "momentum": 0.9, "centered": True},
+    "ASGD": {"lr": 0.01},
+    "Rprop": {"lr": 1e-3},
+}
+
+
+def make_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
+    return getattr(torch.optim, kind.split(maxsplit=1)[0])(parameters, **KINDS[kind])
+
+
+def each_kind(config: dict[str, Any], when: str) -> None:
+    from ourshard import shard_model
+
+    for kind in KINDS:
+        plain, model = toy(), toy()
+        wanted = make_optimizer(kind, plain.parameters())
+        if when != "after":
+            optimizer = make_optimizer(kind, model.parameters())
+        if when == "with state":
+            for m, o in ((plain, wanted), (model, optimizer)):
+                square_loss(m, joined(50)).backward()
+                o.step()
+                o.zero_grad()
+        shard_model(model, config)
+        if when == "after":
+            optimizer = make_optimizer(kind, model.parameters())
+        both = Pair(plain, model, wanted, optimizer)
+        both.train(3)
+        try:
+            both.assert_same(2e-6)
+        except AssertionError as error:
+            raise AssertionError(f"{kind}: {error}") from error
+
+
+@EVERY
+@pytest.mark.parametrize("when", ["before", "after", "with state"])
+def test_every_optimizer_of_torch_that_is_elementwise(ranks, config, when):
+    ranks(2)(each_kind, config, when, timeout=120)
+
+
+def refuse(config: dict[str, Any], kind: str) -> str:
+    from ourshard import adopt_optimizer, shard_model
+
+    model = shard_model(toy(), config)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    try:
+        adopt_optimizer(getattr(torch.optim, kind)(matrices if kind == "Muon" else model.parameters(), lr=0.01))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon", "LBFGS"])
+def test_optimizers_that_need_whole_matrices_are_refused_by_name(ranks, stage, kind):
+    """X08."""
+    for message in ranks(2)(refuse, {"stage": stage, "persist_below": 0}, kind):
+        assert kind in message
+        assert "stage 0" in message
+
+
+def whole_matrices(kind: str) -> None:
+    both = pair({"stage": 0}, toy, lambda ps: getattr(torch.optim, kind)([p for p in ps if p.dim() == 2], lr=0.01))
+    both.train(3)
+    both.assert_same(1e-3 if kind == "Muon" else 1e-5)  # Muon orthogonalizes in bf16
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
+def test_optimizers_that_need_whole_matrices_work_at_stage_0(ranks, kind):
+    ranks(2)(whole_matrices, kind)
+
+
+def groups(config: dict[str, Any]) -> None:
+    """Two groups by hand, a scheduler that holds the dicts, and a rate changed from outside."""
+    both = pair(config, toy, adamw)
+    for name, model in (("plain_optimizer", both.plain), ("optimizer", both.sharded)):
+        decay = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() <= 1]
+        made = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.3}, {"params": rest, "lr": 1e-2}], lr=1e-3, eps=1e-4
+        )
+        setattr(both, name, made)
+    kept = list(both.optimizer.param_groups)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (both.plain_optimizer, both.optimizer)]
+    for step in range(4):
+        both.train(1, first=step)
+        for scheduler in schedulers:
+            scheduler.step()
+        if step == 2:
+            for optimizer in (both.plain_optimizer, both.optimizer):
+                optimizer.param_groups[0]["weight_decay"] = 0.0
+                optimizer.param_groups[1]["lr"] = 0.5e-3
+    both.assert_same()
+    assert all(a is b for a, b in zip(kept, both.optimizer.param_groups, strict=True))
+    assert [g["lr"] for g in both.optimizer.param_groups] == [g["lr"] for g in both.plain_optimizer.param_groups]
+
+
+@EVERY
+def test_groups_keep_identity_rates_and_decay_under_schedulers(ranks, config):
+    ranks(2)(groups, config)
+
+
+def late_group(config: dict[str, Any]) -> None:
+    both = pair(config, toy, adamw)
+    for name, model in (("plain_optimizer", both.plain), ("optimizer", both.sharded)):
+        setattr(both, name, adamw(model.blocks.parameters()))
+    both.train(2)
+    for model, optimizer in ((both.plain, both.plain_optimizer), (both.sharded, both.optimizer)):
+        optimizer.add_param_group({"params": [*model.first.parameters(), *model.last.parameters()], "lr": 5e-3})
+    both.train(3, first=2)
+    both.assert_same()
+
+
+@EVERY
+def test_a_group_added_after_some_steps(ranks, config):
+    ranks(2)(late_group, config)
+
+
+def two_optimizers(config: dict[str, Any]) -> None:
+    both = pair(config, toy, adamw)
+    pairs = []
+    for model in (both.plain, both.sharded):
+        first = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+        second = adamw([*model.first.parameters(), *model.last.parameters()])
+        pairs.append((first, second))
+    for step in range(4):
+        both.backward(joined(step))
+        for first, second in pairs:
+            first.step()
+            if step % 2:  # the second accumulates over two steps
+                second.step()
+                second.zero_grad()
+            first.zero_grad()
+    both.assert_same()
+
+
+@EVERY
+def test_two_optimizers_for_parts_of_a_model_with_rhythms_of_their_own(ranks, config):
+    ranks(2)(two_optimizers, config)
+
+
+def replaced_optimizer() -> tuple[str, bool]:
+    from ourshard import shard_model
+
+    model = shard_model(toy(), {"stage": 3, "persist_below": 0})
+    old, new = adamw(model.parameters()), adamw(model.parameters())
+    square_loss(model, part(joined(0))).backward()
+    old.step()
+    new.step()
+    message = ""
+    try:
+        old.step()
+    except RuntimeError as error:
+        message = str(error)
+    del old
+    square_loss(model, part(joined(1))).backward()  # the old one is gone: nothing may ask for it
+    new.step()
+    return message, True
+
+
+def test_an_optimizer_whose_parameters_went_to_another_says_so(ranks):
+    for message, went_on in ranks(2)(replaced_optimizer):
+        assert "no longer steps anything" in message
+        assert went_on
+
+
+class Doubled(torch.optim.Optimizer):
+    """A user's own optimizer, elementwise and without foreach."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["sum"] = state.get("sum", torch.zeros_like(p)) * 0.5 + p.grad
+                    p.sub_(state["sum"] * group["lr"])
+
+
+class Normed(Doubled):
+    """Scales each step by the norm of the whole gradient, as LAMB does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1e-6) * group["lr"])
+
+
+def own_optimizer(config: dict[str, Any]) -> str:
+    from ourshard import adopt_optimizer
+
+    both = pair(config, toy, Doubled)
+    both.train(3)
+    both.assert_same()
+    try:
+        adopt_optimizer(Normed(both.sharded.parameters()))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@EVERY
+def test_a_users_own_optimizer_works_or_is_refused_by_what_it_does(ranks, config):
+    """X08: the probe sees that a norm over a whole matrix is another over a part of it."""
+    for message in ranks(2)(own_optimizer, config):
+        assert ("Normed" in message) == (config["stage"] > 0)

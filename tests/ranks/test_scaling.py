@@ -1,0 +1,111 @@
+"""C05: fp16 with loss scaling, where an overflow is in one rank's shard only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.nets import square_loss, toy
+from tests.ranks.pairs import joined, pair, part
+from tests.ranks.training import TOY, adamw, momentum
+
+pytestmark = pytest.mark.ranks
+
+CONFIGS = TOY
+EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def poison(model: Any, rank: int) -> None:
+    """Put an infinity into the rows that one rank holds of the last gradient it has rows of."""
+    if dist.get_rank() != rank:
+        return
+    for parameter in reversed(list(model.parameters())):
+        local = parameter.grad.local if hasattr(parameter, "row_range") else parameter.grad
+        if local.numel():
+            local.view(-1)[-1] = math.inf
+            return
+
+
+def overflow(config: dict[str, Any], fused: bool, unscale: bool) -> list[tuple[float, bool]]:
+    """Return, step by step, the scale and whether weights changed; rank 1 alone overflows in steps 1 and 2."""
+    from ourshard import full_state_dict, shard_model
+    from ourshard.runtime.scaler import ShardGradScaler
+
+    model = shard_model(toy(), config)
+    make = torch.optim.AdamW if fused else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.01, **({} if fused else {"foreach": True}))
+    scaler = ShardGradScaler("cpu", init_scale=256.0, growth_interval=2)
+    seen = []
+    before = full_state_dict(model)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(square_loss(model, part(joined(step)))).backward()
+        if step in (1, 2):
+            poison(model, 1)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        after = full_state_dict(model)
+        seen.append((scaler.get_scale(), any(not torch.equal(after[n], before[n]) for n in after)))
+        assert all(torch.isfinite(value).all() for value in after.values())
+        before = after
+    return seen
+
+
+@EVERY
+def test_an_overflow_in_one_ranks_shard_skips_the_step_and_halves_the_scale_on_all(ranks, config):
+    expected = [(256.0, True), (128.0, False), (64.0, False), (64.0, True), (128.0, True)]
+    for fused in (True, False):
+        for unscale in (True, False):
+            assert ranks(2)(overflow, config, fused, unscale) == [expected] * 2, f"fused={fused} unscale={unscale}"
+
+
+def scaled_training(config: dict[str, Any]) -> None:
+    from ourshard.runtime.scaler import ShardGradScaler
+
+    both = pair(config, toy, momentum)
+    scaler = ShardGradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        both.zero_grad()
+        square_loss(both.plain, joined(step)).backward()
+        scaler.scale(square_loss(both.sharded, part(joined(step)))).backward()
+        both.plain_optimizer.step()
+        scaler.step(both.optimizer)
+        scaler.update()
+    both.assert_same()
+
+
+@EVERY
+def test_scaled_losses_train_as_unscaled_ones(ranks, config):
+    ranks(2)(scaled_training, config)
+
+
+def half(config: dict[str, Any]) -> tuple[float, float, str]:
+    from ourshard import engine_of, shard_model
+    from ourshard.runtime.scaler import ShardGradScaler
+
+    model = shard_model(toy(), {**config, "precision": {"param_dtype": "float16"}})
+    optimizer, scaler = adamw(model.parameters()), ShardGradScaler("cpu", init_scale=2.0**12)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = square_loss(model, part(joined(0)))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    engine = engine_of(model)
+    assert engine is not None
+    return losses[0], losses[-1], str({lane.store_dtype for lane in engine.lanes()})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp16_compute_learns_with_fp32_masters(ranks, stage):
+    for first, last, masters in ranks(2)(half, {"stage": stage, "persist_below": 0}):
+        assert last < 0.9 * first
+        assert masters == "{torch.float32}"
