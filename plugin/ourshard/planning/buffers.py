@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ourshard.planning.layouts import PlannedLane, PlannedModel
 from ourshard.runtime.ledger import Kind
+from ourshard.runtime.peer import PIECE_NBYTES
 from ourshard.runtime.placement import At
 
 
@@ -27,12 +28,21 @@ def arriving_kind(lane: PlannedLane) -> Kind:
 
 def peer_nbytes(planned: PlannedModel, ranks: int) -> tuple[int, int]:
     """Return the bytes of a staging buffer and of the arena: `_sizes` in runtime/peer.py."""
-    staging = arena = 0
+    staging = arena = large = 0
     for unit in planned.units:
-        lanes = [lane for lane in unit.lanes if not lane.placement.whole and not unit.rooted]
+        lanes = [lane for lane in unit.lanes if not lane.placement.whole]
+        sent = [_aligned(lane.numel * travel_nbytes(lane)) for lane in lanes if lane.trainable]
+        if unit.rooted:
+            large = max([large, *sent])
+            continue
         staging = max([staging, *(lane.full_nbytes // ranks for lane in lanes)])
-        arena = max(arena, sum(_aligned(lane.numel * lane.reduce_nbytes) for lane in lanes if lane.trainable))
-    return _aligned(staging), _aligned(arena)
+        arena = max(arena, sum(sent))
+    return _aligned(staging), _aligned(max(arena, min(large, PIECE_NBYTES))) if arena else 0
+
+
+def travel_nbytes(lane: PlannedLane) -> int:
+    """Bytes of an element of a gradient that peers copy: `Lane.lent_dtype`, with one replica."""
+    return min(lane.compute_nbytes, lane.reduce_nbytes)
 
 
 def _aligned(nbytes: int, to: int = 512) -> int:

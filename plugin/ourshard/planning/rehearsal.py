@@ -24,6 +24,7 @@ from ourshard.planning.buffers import (
     refilled_nbytes,
     sent_nbytes,
     summed_nbytes,
+    travel_nbytes,
 )
 from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
 from ourshard.planning.moves import Collective, Does, MeshSizes, Move
@@ -291,7 +292,7 @@ class Rehearsal:
         planned = lane.planned
         if not planned.trainable:
             return
-        width = planned.reduce_nbytes if reduce_next and not planned.direct else planned.store_nbytes
+        width = self._width(planned) if reduce_next and not planned.direct else planned.store_nbytes
         if not lane.arriving and not lane.lent:
             lane.lent = reduce_next and self.peer and not unit.planned.rooted and not planned.placement.whole
             if not lane.lent:
@@ -310,7 +311,7 @@ class Rehearsal:
             self._take(unit, lane, reduce_next=lane in due)
         unit.in_flight = 0
         buffers = sum(sent_nbytes(lane.planned) for lane in due if not lane.lent)
-        pulled = sum(lane.planned.numel * lane.planned.reduce_nbytes for lane in due if lane.lent)
+        pulled = sum(lane.planned.numel * self._width(lane.planned) for lane in due if lane.lent)
         self._pulled = max(self._pulled, pulled * (self.mesh.shard - 1) // self.mesh.shard)
         calls: list[Collective] = []
         for lane in due:
@@ -322,9 +323,14 @@ class Rehearsal:
             self._pending.pop(0)
             self._move(Does.BOUND, unit)
 
+    def _width(self, lane: PlannedLane) -> int:
+        """Return the bytes of an element of a gradient on its way."""
+        peers = self.peer and self.mesh.replicate == 1 and not lane.placement.whole
+        return travel_nbytes(lane) if peers else lane.reduce_nbytes
+
     def _lane_reduction(self, lane: _Lane) -> list[Collective]:
         planned = lane.planned
-        nbytes = planned.numel * planned.reduce_nbytes
+        nbytes = planned.numel * self._width(planned)
         if not planned.direct:
             self._held[arriving_kind(planned)] -= lane.arriving
             lane.arriving, lane.lent = 0, False

@@ -6,13 +6,38 @@ Autograd saves views of a weight in forward and reads them in backward. The view
 time, so a unit's whole parameters must come back into the same storage object: it is resized to zero when the unit is
 released and resized back before it is gathered again. All leaves are views of it, built once; their version
 counters are their own, so that a refill does not look like a forbidden in-place change.
+
+Note [Memory of their own]
+--------------------------
+On a GPU these buffers come from a pool of their own. In the common pool, activations are cut from the block that a slot
+gave back, and the slot then takes a fresh one: with 4.4B parameters torch reserved 14 GiB more than it used (H200).
 """
 
 from __future__ import annotations
 
+import functools
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from ourshard.runtime.ledger import Kind, Ledger
+
+
+@functools.cache
+def _pool(device: torch.device) -> torch.cuda.MemPool:
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool()
+
+
+def own_memory(device: torch.device) -> AbstractContextManager[None]:
+    """Let this thread's allocations come from the pool of buffers: Note [Memory of their own]. No-op on a CPU."""
+    return torch.cuda.use_mem_pool(_pool(device), device) if device.type == "cuda" else nullcontext()
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Return cached blocks to the card, before something that stays is cut from one that was larger."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Slot:
@@ -21,7 +46,8 @@ class Slot:
     __slots__ = ("_kind", "_ledger", "_storage", "allocated", "nbytes", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind, ledger: Ledger | None) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        with own_memory(device):
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self.nbytes = self._storage.nbytes()
         self.allocated = True
@@ -45,7 +71,8 @@ class Slot:
     def allocate(self) -> None:
         """Take memory; the content is undefined."""
         if not self.allocated:
-            self._storage.resize_(self.nbytes)
+            with own_memory(self.tensor.device):
+                self._storage.resize_(self.nbytes)
             self.allocated = True
             if self._ledger is not None:
                 self._ledger.hold(self._kind, self.nbytes)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ourshard.config import CheckpointFormat, ShardConfig
+from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
@@ -45,6 +46,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
         recompute_in_backward(model, [module for unit in engine.units for module in unit.modules])
     engine.find_peers()
     _share_buffers(model, engine)
+    give_back_unused(mesh.device)
     model._ourshard = engine  # type: ignore[assignment]
     engine.attach(model)
     return engine

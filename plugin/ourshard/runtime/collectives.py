@@ -43,6 +43,13 @@ class Collectives:
         self._count("reduce_scatter", axis, sum(piece.whole.nbytes for piece in pieces) * (axis.size - 1) // axis.size)
         self.peer.reduce(pieces)
 
+    def peer_reduce_in_pieces(self, whole: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+        """Reduce a lane that is larger than the peers' arena; see `PeerCopies.reduce_in_pieces`."""
+        assert self.peer is not None
+        axis = self.peer.axis
+        self._count("reduce_scatter", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        self.peer.reduce_in_pieces(whole, out, add)
+
     def all_gather(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
         """Fill `whole` with the `segment` of every rank; `segment` is this rank's part of `whole`."""
         if axis.size == 1:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_store import LaneStore
@@ -38,6 +39,7 @@ class Lane(LaneStore):
         self._reduced_version = -1  # of `arriving`, where whole gradients stay in it
         self._fresh = True  # `arriving` holds nothing yet of this sum
         self.is_lent = False  # `arriving` is a piece of the peers' arena
+        self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self._shown: set[int] = set()  # positions whose whole parameter had its gradient set here
@@ -126,14 +128,18 @@ class Lane(LaneStore):
         return self._lent_views[1]
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
-        peer = self.unit.engine.peer
+        peer, mesh = self.unit.engine.peer, self.unit.engine.mesh
+        dtype = self.reduce_dtype if reduce_next else self.store_dtype
         if reduce_next and peer is not None and not self.placement.whole:
             lent = peer.lend(self.layout.numel, self.lent_dtype)
             if lent is not None:
                 self.is_lent = True
                 return lent
-        dtype = self.reduce_dtype if reduce_next else self.store_dtype
-        buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            if self.unit.rooted and mesh.replicate.size == 1:
+                self.in_pieces = True
+                dtype = self.lent_dtype
+        with own_memory(self.device):
+            buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self._hold(self._arriving_kind, buffer)
         return buffer
 
@@ -209,6 +215,8 @@ class Lane(LaneStore):
         the caller to keep until the stream has passed.
         """
         assert self.arriving is not None
+        if self.in_pieces:
+            return self._reduce_in_pieces()
         engine = self.unit.engine
         buffer = self.arriving.to(self.reduce_dtype)  # itself, where the dtype is that
         if self.direct:
@@ -229,6 +237,15 @@ class Lane(LaneStore):
         engine.reducer.mean_scatter(segment, buffer, self.axis, self.unit.label)
         self._accumulate(segment, sync)
         return read
+
+    def _reduce_in_pieces(self) -> list[torch.Tensor]:
+        assert self.arriving is not None
+        whole, self.arriving, self.in_pieces = self.arriving, None, False
+        self._hold(self._arriving_kind, whole, -1)
+        gradient, first = self._open_gradient()
+        self.unit.engine.collectives.peer_reduce_in_pieces(whole, gradient, add=not first)
+        self.accumulated = True
+        return [whole]
 
     def lent_reduction(self, sync: bool) -> Reduction:
         """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""
@@ -254,7 +271,8 @@ class Lane(LaneStore):
         """Return `gradient`, held, and whether nothing has been accumulated in it."""
         gradient = self.gradient
         if gradient is None:
-            gradient = torch.empty_like(self.master)
+            with own_memory(self.master.device):
+                gradient = torch.empty_like(self.master)
             self._hold_gradient(gradient.nbytes)
             self.accumulated = False
         self._gradient = gradient
@@ -346,6 +364,7 @@ class Lane(LaneStore):
         if self.arriving is not None:
             self._hold(self._arriving_kind, self.arriving, -1)
             self.arriving = None
+            self.in_pieces = False
 
     def zero_gradient(self, position: int) -> None:
         """Set the gradient of one parameter to zero, as `p.grad.zero_()` does."""

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
@@ -117,12 +118,13 @@ def _index_of(params: list[Any], parameter: Any) -> int:
 class _Adopted:
     """What is remembered of an optimizer: how many parameters it had, and for which state of the engines."""
 
-    __slots__ = ("adoption", "count", "orphaned")
+    __slots__ = ("adoption", "count", "orphaned", "stepped")
 
     def __init__(self, count: int, adoption: tuple[tuple[int, int], ...]) -> None:
         self.count = count
         self.adoption = adoption
         self.orphaned = False  # another optimizer took its parameters over
+        self.stepped = False
 
 
 _ADOPTED: weakref.WeakKeyDictionary[Optimizer, _Adopted] = weakref.WeakKeyDictionary()
@@ -342,8 +344,14 @@ def _stepped(
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if ENGINES:
-        bring_up_to_date(optimizer)
+    if not ENGINES:
+        return
+    bring_up_to_date(optimizer)
+    known = _ADOPTED[optimizer]
+    if not known.stepped:  # it is about to make its state
+        known.stepped = True
+        for engine in engines_of(optimizer):
+            give_back_unused(engine.mesh.device)
 
 
 def bring_up_to_date(optimizer: Optimizer) -> None:

@@ -12,8 +12,8 @@ NCCL's kernels take multiprocessors from the model: beside an all-gather a bf16 
   the others, all meet again, and one kernel adds the parts in fp32, scales and accumulates.
 
 The arena holds one unit; it is filled and read on the reduce stream, so units follow each other without a wait on the
-compute stream. Units that do not fit (large embeddings and heads) go through NCCL. All ranks decide alike, from sizes
-alone.
+compute stream. Lanes that do not fit (large embeddings and heads) are reduced in pieces, and gathered through NCCL. All
+ranks decide alike, from sizes alone.
 Memory that peers map is allocated outside of torch's caching allocator; the ledger counts it.
 """
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ourshard")
 
 _ALIGN = 512  # bytes between pieces of a shared buffer
+PIECE_NBYTES = 32 * 2**20  # least size of the arena where larger lanes go through it in pieces
 _GATHER, _REDUCE = 0, 1  # barrier channels: the two streams meet independently
 
 
@@ -111,6 +112,18 @@ class PeerCopies:
             mean_into(piece.out, mine, pulled, size, add=piece.add)
         self._handle.barrier(channel=_REDUCE)
         self._lent = 0
+
+    def reduce_in_pieces(self, whole: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        """Reduce a lane (size * n,) that is larger than the arena, piece by piece, into `out` (n,). As `reduce`."""
+        parts = whole.view(self.axis.size, -1)
+        step = self._arena_nbytes // (self.axis.size * whole.element_size())
+        step -= step % 16  # elements; as shards are aligned
+        for start in range(0, out.numel(), step):
+            part = parts[:, start : start + step]
+            piece = self.lend(part.numel(), whole.dtype)
+            assert piece is not None
+            piece.view(part.shape).copy_(part)
+            self.reduce([Reduction(piece, out[start : start + step], add)])
 
     def abandon(self) -> None:
         """End all loans after an exception."""
@@ -192,7 +205,11 @@ def _sizes(units: list[Unit]) -> tuple[int, int]:
         arena = max(
             arena, sum(_aligned(lane.layout.numel * lane.lent_dtype.itemsize) for lane in sharded if lane.trainable)
         )
-    return staging, arena
+    rooted = [lane for unit in units if unit.rooted for lane in unit.lanes if not lane.placement.whole]
+    large = max(
+        (_aligned(lane.layout.numel * lane.lent_dtype.itemsize) for lane in rooted if lane.trainable), default=0
+    )
+    return staging, max(arena, min(large, PIECE_NBYTES)) if arena else 0
 
 
 def _aligned(nbytes: int) -> int:
