@@ -190,11 +190,12 @@ def megatron_fsdp(model: nn.Module, work: Work, phases: Phases) -> Step:
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 
     prepare(model, work)
-    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     sharded = fully_shard_model(
         module=model.to(torch.bfloat16),
         device_mesh=mesh,
         dp_shard_dim="dp",
+        tp_dim="tp",
         zero_dp_strategy=3,
         fsdp_unit_modules=[type(model.model.layers[0])],
         mixed_precision_policy=MixedPrecisionPolicy(),

@@ -9,15 +9,16 @@ go to `--out` as JSON lines and to the terminal as a table with ratios.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -64,7 +65,7 @@ def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] |
     try:
         output, _ = process.communicate(timeout=options.timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # workers of a run that hung would disturb all that comes after
+        end_all(process.pid)
         output, _ = process.communicate()
         print(f"{engine} on {work}: no result in {options.timeout} s\n{output[-2000:]}", flush=True)
         return None
@@ -75,6 +76,14 @@ def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] |
             return result
     print(f"{engine} on {work} failed:\n{output[-3000:]}", flush=True)
     return None
+
+
+def end_all(pid: int) -> None:
+    """Kill a launcher and its workers, which have sessions of their own and would disturb all that comes after."""
+    launcher = psutil.Process(pid)
+    for process in [*launcher.children(recursive=True), launcher]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def show(results: list[dict[str, Any]]) -> None:
