@@ -131,6 +131,8 @@ class Seat(Joinable):
     def _take_part(self, engine: Engine, verb: str, numbers: list[int]) -> None:
         if verb == _BEGIN:
             engine.phase_is_backward, engine.sync_backward = True, bool(numbers[0])
+            for unit in engine.units:
+                unit.reduced = False
         elif verb == _END:
             engine.streams.join()
             engine._reducing.clear()
