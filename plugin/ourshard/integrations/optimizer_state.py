@@ -68,7 +68,7 @@ def _pieces(optimizer: Optimizer, engines: Sequence[Engine]) -> Iterator[_Piece]
                     for position in run.positions:
                         yield _Piece(_key(number, lane, position), places[id(run.parameter)], lane, position, run)
             for position, parameter in enumerate(lane.resting):
-                if lane.placement.whole and id(parameter) in places:
+                if lane.placement.whole and lane.trainable and id(parameter) in places:
                     yield _Piece(_key(number, lane, position), places[id(parameter)], lane, position, None)
 
 
@@ -166,7 +166,9 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
         if all(state is None for state in whole):
             optimizer.state.pop(_stepped(pieces[0]), None)
         else:
-            optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole])
+            group = optimizer.param_groups[pieces[0].group]
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], on_device)
 
 
 def keys_by_group(optimizer: Optimizer, engines: Sequence[Engine]) -> list[set[str]]:
@@ -211,8 +213,11 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1
 
 
-def _cut(pieces: list[_Piece], whole: list[State]) -> State:
-    """Return this rank's state of one stepped tensor, from the whole state of its parameters."""
+def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
+    """Return this rank's state of one stepped tensor, from the whole state of its parameters.
+
+    `on_device`: the optimizer's kernels read its scalars (step counts) where the parameter is.
+    """
     state: State = {}
     lane, stepped = pieces[0].lane, _stepped(pieces[0])
     for key, value in whole[0].items():
@@ -221,7 +226,9 @@ def _cut(pieces: list[_Piece], whole: list[State]) -> State:
             parts = [_own_rows(states[key], piece) for states, piece in zip(whole, pieces, strict=True)]
             state[key] = torch.cat(parts).to(stepped.device).view(stepped.shape)
         else:
-            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            state[key] = value
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to(stepped.device if on_device else value.device, copy=True)
     return state
 
 
