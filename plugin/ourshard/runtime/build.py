@@ -13,7 +13,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from ourshard.config import CheckpointFormat, ShardConfig
+from ourshard.config import CheckpointFormat, ShardConfig, Tier
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
@@ -71,7 +71,8 @@ def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
 def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
     trainable = parameter.tensor.requires_grad
     small = parameter.numel < engine.config.persist_below
-    stage = engine.config.stage if engine.mesh.shard.size > 1 else 0  # a shard of one rank is the whole
+    # A shard of one rank is the whole, unless its master is elsewhere.
+    stage = engine.config.stage if engine.mesh.shard.size > 1 or engine.config.offload.active else 0
     placement = placement_of(stage, small=small, trainable=trainable)
     compute = store = parameter.dtype
     if parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1:
@@ -197,8 +198,7 @@ def _check_same_model(stock: list[UnitParameters], engine: Engine) -> None:
 def _refuse_unsupported(engine: Engine) -> None:
     """Refuse, by name, what the config allows and this version of the runtime does not do."""
     config, device = engine.config, engine.mesh.device
-    if config.offload.active:
-        raise ValueError("offload: host and NVMe tiers are not available in this version; set offload to none.")
+    _refuse_tiers(engine)
     if config.communication.active:
         raise ValueError("communication: quantized collectives are not available in this version; set them to none.")
     if config.secondary_shard_size is not None:
@@ -213,3 +213,19 @@ def _refuse_unsupported(engine: Engine) -> None:
         raise ValueError("checkpoint.keep: checkpoints of format full are not counted; use sharded, or leave it out.")
     if device.type == "cuda" and engine.param_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise ValueError(f"precision.param_dtype: {device} can't compute in bfloat16; use float16 or float32.")
+
+
+def _refuse_tiers(engine: Engine) -> None:
+    offload, device = engine.config.offload, engine.mesh.device
+    if Tier.NVME in (offload.optimizer, offload.params):
+        raise ValueError("offload: the tier nvme is not available in this version; use cpu.")
+    if offload.params is Tier.CPU and offload.optimizer is not Tier.CPU:
+        raise ValueError(
+            "offload.params: cpu needs offload.optimizer: cpu in this version, since masters have the values."
+        )
+    if offload.active and offload.optimizer_ratio != 1.0:
+        raise ValueError("offload.optimizer_ratio: in this version all masters leave the device; use 1.0.")
+    if offload.active and engine.config.stage == 0:
+        raise ValueError("offload.optimizer: at stage 0 masters are whole on every rank; use stage 1, 2 or 3.")
+    if offload.active and device.type == "cuda" and engine.param_dtype is torch.float16:
+        raise ValueError("offload.optimizer: float16 with loss scaling is not available with it; use bfloat16.")

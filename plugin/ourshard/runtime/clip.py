@@ -93,7 +93,7 @@ def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
 def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
     parts = [_local(gradients.whole, order, None, gradients.dtype)] if gradients.whole else []
     for engine, tensors in gradients.sharded.items():
-        local = _local(tensors, order, engine.mesh.device, gradients.dtype)
+        local = _local(tensors, order, engine.mesh.device, gradients.dtype).to(engine.mesh.device)
         op = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
         engine.collectives.all_reduce(local, engine.mesh.shard, "the gradient norm", op)
         parts.append(local)

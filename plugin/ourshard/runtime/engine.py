@@ -18,11 +18,13 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ourshard.config import Accumulate, ShardConfig
+from ourshard.config import Accumulate, ShardConfig, Tier
+from ourshard.runtime.casting import cast
 from ourshard.runtime.collectives import Collectives, Reducer
 from ourshard.runtime.control import Control
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, hook_outputs
+from ourshard.runtime.host import HostMemory
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
@@ -80,6 +82,8 @@ class Engine:
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger)
+        on_host = Tier.CPU in (config.offload.optimizer, config.offload.params)
+        self.host = HostMemory(mesh.device, config.offload.pin_memory) if on_host else None
         self.peer: PeerCopies | None = None  # set once the units are there
         self.reducer = Reducer(self.collectives)
         self.units: list[Unit] = []
@@ -156,7 +160,7 @@ class Engine:
             self.hold(unit)
         if self.param_dtype is None or not self.cast_small:
             return None
-        return _cast(args, self.param_dtype), _cast(kwargs, self.param_dtype)
+        return cast(args, self.param_dtype), cast(kwargs, self.param_dtype)
 
     def _is_recomputed(self) -> bool:
         """Say whether a checkpoint around the model runs its forward again. A backward that failed is cleared away."""
@@ -204,7 +208,7 @@ class Engine:
             self._release_ahead()
             if not has_backward:
                 self._release_held(self._held_before)
-        return _cast(outputs, self.output_dtype) if self.output_dtype else None
+        return cast(outputs, self.output_dtype) if self.output_dtype else None
 
     def forward_failed(self) -> None:
         """Clear away a forward that raised; a checkpoint ends its recomputation so, which is no failure."""
@@ -309,6 +313,8 @@ class Engine:
             self.settle()
         self.phase_is_backward = False
         self.streams.join()
+        if self.host is not None:
+            self.streams.land()
         self._reducing.clear()
         if not self._double_backward:
             self._release_held()
@@ -460,13 +466,13 @@ class Engine:
             default=0,
         )
         dtypes = sorted({f"{_short(lane.compute_dtype)}/{_short(lane.store_dtype)}" for lane in lanes})
-        mesh, mib = self.mesh, 2**20
+        mesh, mib, where = self.mesh, 2**20, " on the host" if self.host else ""
         parts = [
             f"stage {self.config.stage} over {mesh.describe} on {mesh.device.type}",
             f"{elements:,} parameters ({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in "
             f"{len(self.units)} units, {len(lanes)} lanes",
             f"compute/master dtypes {', '.join(dtypes)}",
-            f"masters {masters / mib:,.1f} MiB a rank, largest slot {slot / mib:,.1f} MiB",
+            f"masters {masters / mib:,.1f} MiB a rank{where}, largest slot {slot / mib:,.1f} MiB",
             f"gradients accumulate {self.config.accumulate.value}",
         ]
         return "ourshard: " + "; ".join(parts)
@@ -487,20 +493,3 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with floating-point tensors in plain containers (and model outputs) cast to `dtype`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and not isinstance(value, nn.Parameter) else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        if type(value) is dict:
-            return {key: _cast(item, dtype) for key, item in value.items()}
-        for key in list(value):
-            if isinstance(value[key], (torch.Tensor, tuple, list, dict)):
-                value[key] = _cast(value[key], dtype)
-    return value

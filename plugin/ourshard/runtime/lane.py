@@ -39,6 +39,7 @@ class Lane(LaneStore):
         self._reduced_version = -1  # of `arriving`, where whole gradients stay in it
         self._fresh = True  # `arriving` holds nothing yet of this sum
         self.is_lent = False  # `arriving` is a piece of the peers' arena
+        self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
         self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
@@ -135,7 +136,7 @@ class Lane(LaneStore):
             if lent is not None:
                 self.is_lent = True
                 return lent
-            if self.unit.rooted and mesh.replicate.size == 1:
+            if self.unit.rooted and mesh.replicate.size == 1 and not self.offloaded:
                 self.in_pieces = True
                 dtype = self.lent_dtype
         with own_memory(self.device):
@@ -151,7 +152,7 @@ class Lane(LaneStore):
         dtype loses nothing, even where `reduce_dtype` is wider.
         """
         narrower = self.compute_dtype.itemsize < self.reduce_dtype.itemsize
-        again = self.unit.engine.mesh.replicate.size > 1  # the mean travels once more, over `replicate`
+        again = self._travels_on(sync=True)
         return self.compute_dtype if narrower and not again else self.reduce_dtype
 
     @property
@@ -250,11 +251,15 @@ class Lane(LaneStore):
     def lent_reduction(self, sync: bool) -> Reduction:
         """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""
         assert self.arriving is not None
-        if sync and self.unit.engine.mesh.replicate.size > 1:
+        if self._travels_on(sync):
             return Reduction(self.arriving, self._lent_segment(), add=False)
         gradient, first = self._open_gradient()
         self.accumulated = True
         return Reduction(self.arriving, gradient, add=not first)
+
+    def _travels_on(self, sync: bool) -> bool:
+        """Say whether the mean over the shard axis goes on from there: over `replicate`, or to the host."""
+        return self.offloaded or (sync and self.unit.engine.mesh.replicate.size > 1)
 
     def _lent_segment(self) -> torch.Tensor:
         assert self.arriving is not None
@@ -262,7 +267,7 @@ class Lane(LaneStore):
 
     def end_loan(self, sync: bool) -> None:
         """Give the arena back, after the reduction that `lent_reduction` described."""
-        if sync and self.unit.engine.mesh.replicate.size > 1:
+        if self._travels_on(sync):
             self._accumulate(self._lent_segment(), sync)
         self.arriving = None
         self.is_lent = False
@@ -271,12 +276,20 @@ class Lane(LaneStore):
         """Return `gradient`, held, and whether nothing has been accumulated in it."""
         gradient = self.gradient
         if gradient is None:
-            with own_memory(self.master.device):
-                gradient = torch.empty_like(self.master)
-            self._hold_gradient(gradient.nbytes)
+            gradient = self._make_gradient()
             self.accumulated = False
         self._gradient = gradient
         return gradient, not self.accumulated
+
+    def _make_gradient(self) -> torch.Tensor:
+        if self.offloaded:
+            if self._host_gradient is None:
+                self._host_gradient = self.take_host()
+            return self._host_gradient
+        with own_memory(self.device):
+            gradient = torch.empty_like(self.master)
+        self._hold_gradient(gradient.nbytes)
+        return gradient
 
     def _accumulate(self, segment: torch.Tensor, sync: bool) -> None:
         """Add a reduced segment to `gradient`; when `sync`, make the sum the mean over `replicate`."""
@@ -286,13 +299,15 @@ class Lane(LaneStore):
         if replicated and first:
             engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
         if first:
-            gradient.copy_(segment)
+            gradient.copy_(segment, non_blocking=True)
+        elif self.offloaded:
+            gradient.copy_(gradient.to(self.device, non_blocking=True).add_(segment), non_blocking=True)
         else:
             gradient.add_(segment)
         if replicated and not first:
-            segment.copy_(gradient)
+            segment.copy_(gradient, non_blocking=True)
             engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
-            gradient.copy_(segment)
+            gradient.copy_(segment, non_blocking=True)
         self.accumulated = True
 
     def settle(self, flags: list[bool]) -> None:
@@ -305,7 +320,7 @@ class Lane(LaneStore):
         self.runs = [run for run in self.runs if run.optimizer() is not None]
         for run in list(self.runs):
             run.hand_out()
-        if not self.placement.whole and self._all_handed_out():
+        if not self.placement.whole and not self.offloaded and self._all_handed_out():
             self._gradient = None
 
     def show_waiting(self) -> None:

@@ -9,6 +9,7 @@ master    what the optimizer updates: this rank's shard, or the whole lane where
 arriving  whole gradients in reduce dtype: filled by backward, reduced, then empty (or kept, where gradients are whole
           at rest or a sync is deferred).
 gradient  reduced gradients in master dtype, accumulated over micro-batches: the shard, or the whole lane.
+shard     where masters are on the host (Note [Masters on the host] in host.py): this rank's shard in compute dtype.
 
 A lane is `direct` when the parameters that the user holds are the masters and the leaves at once: whole, one dtype.
 Such parameters are plain tensors with plain gradients, as under DDP.
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from ourshard.config import OffloadConfig, Tier
 from ourshard.runtime.buffer import Slot
 from ourshard.runtime.handle import become_handle
 from ourshard.runtime.inventory import Parameter
@@ -65,6 +67,7 @@ class LaneStore:
         self.device = mesh.device
         self.rank = mesh.world.rank
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
+        self.offloaded = self._is_offloaded(unit.engine.config.offload)
         self.stale = True  # `full` does not show the masters
         self._make_buffers()
         self.leaves: list[nn.Parameter] = []
@@ -80,13 +83,52 @@ class LaneStore:
         self.segment = self.full.tensor[start : start + shard]
         own = self.full.tensor if self.placement.master is At.WHOLE else self.segment
         self.aliased = self.placement.params is At.WHOLE and self.store_dtype == self.compute_dtype
-        if self.aliased:
+        self.aliased = self.aliased and not self.offloaded
+        self.shard: torch.Tensor | None = None
+        if self.offloaded:
+            self.master = self.take_host()
+            if self.placement.params is At.SHARD and self.trainable:
+                self._make_shard()
+        elif self.aliased:
             self.master = own
         else:
             self.master = torch.zeros(own.numel(), dtype=self.store_dtype, device=self.device)
             if ledger is not None:
                 ledger.hold(Kind.MASTER, self.master.nbytes)
         self.full.tensor.zero_()
+
+    def _is_offloaded(self, offload: OffloadConfig) -> bool:
+        """Say whether the master is on the host: Note [Masters on the host] in host.py."""
+        tier = offload.optimizer if self.trainable else offload.params
+        return tier is Tier.CPU and self.placement.master is At.SHARD
+
+    def take_host(self) -> torch.Tensor:
+        """Return host memory for a master or its gradient."""
+        host = self.unit.engine.host
+        assert host is not None
+        buffer = host.take(self.layout.shard_numel, self.store_dtype)
+        self._hold(Kind.HOST, buffer)
+        return buffer
+
+    def _make_shard(self) -> None:
+        host, numel = self.unit.engine.host, self.layout.shard_numel
+        if not self._shard_on_host:
+            self.shard = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+        elif self.compute_dtype == self.store_dtype:
+            self.shard = None  # the master serves
+            return
+        else:
+            assert host is not None
+            self.shard = host.take(numel, self.compute_dtype)
+        self._hold(self._shard_kind, self.shard)
+
+    @property
+    def _shard_on_host(self) -> bool:
+        return self.unit.engine.config.offload.params is Tier.CPU
+
+    @property
+    def _shard_kind(self) -> Kind:
+        return Kind.HOST if self._shard_on_host else Kind.SHARD
 
     @property
     def _full_kind(self) -> Kind:
@@ -170,14 +212,18 @@ class LaneStore:
         """Bring the whole parameters into `full` (on the current stream)."""
         if self.placement.params is At.WHOLE and not self.stale:
             return
-        self.stale = False
+        stale, self.stale = self.stale, False
         if self.direct:
             return
         if self.placement.whole:
             self.full.tensor.copy_(self.master)
             return
-        if not self.aliased:
-            self.segment.copy_(self.master)
+        if self.shard is not None:
+            if stale:
+                self.shard.copy_(self.master, non_blocking=True)
+            self.segment.copy_(self.shard, non_blocking=True)
+        elif not self.aliased:
+            self.segment.copy_(self.master, non_blocking=self.offloaded)
         self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
 
     def gather_master(self) -> torch.Tensor:
@@ -208,6 +254,10 @@ class LaneStore:
             leaf.grad = None
             leaf.data = self.whole_view(self.full.tensor, position)
         self.stale = True
+        if self.offloaded and self.trainable and self.placement.params is At.SHARD:
+            if self.shard is not None:
+                self._hold(self._shard_kind, self.shard, -1)
+            self._make_shard()
         if self.placement.params is At.SHARD:
             self.full.free()
 
@@ -226,11 +276,12 @@ class LaneStore:
 
     def _widen(self, dtype: torch.dtype) -> None:
         """Keep masters in another dtype from now on; a direct lane becomes one with masters beside the leaves."""
+        kind = Kind.HOST if self.offloaded else Kind.MASTER
         if not self.aliased:
-            self._hold(Kind.MASTER, self.master, -1)
+            self._hold(kind, self.master, -1)
         self.store_dtype = dtype
         self.master = self.master.to(dtype)
-        self._hold(Kind.MASTER, self.master)
+        self._hold(kind, self.master)
         self.aliased = False
         if self.direct:
             self.direct = False

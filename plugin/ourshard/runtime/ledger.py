@@ -8,13 +8,15 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a device buffer is for."""
+    """What a buffer is for; all but `HOST` are on the device."""
 
     SLOT = "slot"  # whole parameters of a unit, for as long as it computes
     FULL = "full"  # whole parameters that stay
     MASTER = "master"  # what the optimizer updates, and the stored shards of frozen parameters
     GRADIENT = "gradient"  # gradients at rest
     REDUCE = "reduce"  # gradients on their way through a reduction
+    SHARD = "shard"  # shards in compute dtype of lanes whose masters are on the host
+    HOST = "host"  # masters and gradients on the host; not in the totals
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class Ledger:
 
     @property
     def held_total(self) -> int:
-        return sum(self._held.values())
+        return sum(nbytes for kind, nbytes in self._held.items() if kind is not Kind.HOST)
 
     @property
     def peak(self) -> dict[str, int]:

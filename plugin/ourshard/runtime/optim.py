@@ -46,7 +46,7 @@ class Run:
             last = lane.rows(held[-1])
             self.start = lane.rows(held[0]).offset
             self.stop = last.offset + last.numel(lane.layout.tensors[held[-1]].granule)
-        self.parameter = nn.Parameter(torch.zeros(1, device=lane.device, dtype=lane.store_dtype))
+        self.parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
         if held:
             self.parameter.data = lane.master[self.start : self.stop]
         self.handed_out = False
@@ -224,7 +224,7 @@ def _move_state(optimizer: Optimizer, run: Run, states: dict[int, Any]) -> None:
             return value
         if not rows.rows:
             return torch.zeros_like(run.parameter, dtype=value.dtype)  # one element, as the parameter has
-        return value.reshape(-1)[rows.start * granule : rows.stop * granule].to(lane.device, copy=True)
+        return value.reshape(-1)[rows.start * granule : rows.stop * granule].to(run.parameter.device, copy=True)
 
     optimizer.state[run.parameter] = {key: cut(key, value) for key, value in state.items()}
 

@@ -61,6 +61,12 @@ class Streams:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
+    def land(self) -> None:
+        """Wait on the host until what was copied from it and to it has arrived."""
+        if self.on_gpu:
+            self._gather.synchronize()
+            self._reduce.synchronize()
+
     def join(self) -> None:
         """Make the compute stream wait for all gathers and reductions issued so far."""
         if self.on_gpu:

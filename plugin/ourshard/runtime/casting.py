@@ -1,0 +1,25 @@
+"""Casts of what goes into a model and comes out of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with floating-point tensors in plain containers (and model outputs) cast to `dtype`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() and not isinstance(value, nn.Parameter) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(item, dtype) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        if type(value) is dict:
+            return {key: cast(item, dtype) for key, item in value.items()}
+        for key in list(value):
+            if isinstance(value[key], (torch.Tensor, tuple, list, dict)):
+                value[key] = cast(value[key], dtype)
+    return value

@@ -1,0 +1,67 @@
+"""Host memory for masters and gradients of offloaded lanes: page-aligned, of exact size, pinned where it can be.
+
+Note [Masters on the host]
+--------------------------
+With `offload.optimizer: cpu` the master and the reduced gradient of a trainable sharded lane live here, each taken
+once. The optimizer steps them with torch's CPU kernels. A reduced gradient comes down on the reduce stream while
+backward still runs; the end of backward waits on the host until the last one has landed. After a step a lane's new
+shard goes up in compute dtype, once, on the gather stream, right before its first gather, while units before it
+compute. With `offload.params: cpu` that shard stays here too and goes up before every gather, and so do the stored
+shards of frozen lanes.
+
+torch's own pinned memory is rounded up to a power of two; here plain memory is registered with the driver instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+
+logger = logging.getLogger("ourshard")
+
+_PAGE = 4096
+
+
+class HostMemory:
+    """Makes host buffers for one engine. On a machine without CUDA nothing is pinned."""
+
+    def __init__(self, device: torch.device, pin: bool) -> None:
+        self.nbytes = 0  # taken
+        self.pinned_nbytes = 0
+        self._pin = pin and device.type == "cuda"
+        self._registered: list[torch.Tensor] = []
+        weakref.finalize(self, _unregister, self._registered).atexit = False
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a zeroed buffer of `numel` elements that starts on a page."""
+        nbytes = numel * dtype.itemsize
+        base = torch.zeros(nbytes + _PAGE, dtype=torch.uint8)
+        start = -base.data_ptr() % _PAGE
+        buffer = base[start : start + nbytes]
+        self.nbytes += nbytes
+        if self._pin and nbytes:
+            self._register(buffer)
+        return buffer.view(dtype)
+
+    def _register(self, buffer: torch.Tensor) -> None:
+        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        if int(code) == 0:
+            self._registered.append(buffer)
+            self.pinned_nbytes += buffer.nbytes
+            return
+        self._pin = False
+        logger.warning(
+            "offload: the system refused to pin %.1f MiB of host memory (CUDA error %d, after %.1f MiB); going on with "
+            "pageable memory, which copies slower. Raise `ulimit -l`, or set offload.pin_memory to false.",
+            buffer.nbytes / 2**20,
+            int(code),
+            self.pinned_nbytes / 2**20,
+        )
+
+
+def _unregister(buffers: list[torch.Tensor]) -> None:
+    for buffer in buffers:
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+    buffers.clear()
