@@ -18,8 +18,16 @@ def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
         if not lane.sharded:
             held[Kind.MASTER if lane.direct else Kind.FULL] += lane.full_nbytes
         if not lane.aliased:
-            held[Kind.MASTER] += lane.master_nbytes
+            held[Kind.HOST if lane.on_host else Kind.MASTER] += lane.master_nbytes
+        if lane.on_host and lane.sharded and lane.trainable:
+            held[Kind.HOST if lane.shard_on_host else Kind.SHARD] += beside_nbytes(lane)
     return dict(held)
+
+
+def beside_nbytes(lane: PlannedLane) -> int:
+    """Bytes of the shard in compute dtype beside a master on the host: `LaneStore._make_shard`."""
+    served = lane.shard_on_host and lane.compute_nbytes == lane.store_nbytes  # the master serves
+    return 0 if served else lane.shard_numel * lane.compute_nbytes
 
 
 def arriving_kind(lane: PlannedLane) -> Kind:
@@ -42,7 +50,7 @@ def peer_nbytes(planned: PlannedModel, ranks: int) -> tuple[int, int]:
 
 def travel_nbytes(lane: PlannedLane) -> int:
     """Bytes of an element of a gradient that peers copy: `Lane.lent_dtype`, with one replica."""
-    return min(lane.compute_nbytes, lane.reduce_nbytes)
+    return lane.reduce_nbytes if lane.on_host else min(lane.compute_nbytes, lane.reduce_nbytes)
 
 
 def _aligned(nbytes: int, to: int = 512) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ourshard.config import ShardConfig
+from ourshard.config import OffloadConfig, ShardConfig, Tier
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
 from ourshard.runtime.inventory import take_stock
@@ -28,6 +28,8 @@ class PlannedLane:
     compute_nbytes: int
     store_nbytes: int
     reduce_nbytes: int
+    on_host: bool = False  # the master: `LaneStore.offloaded`
+    shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
 
     @property
     def sharded(self) -> bool:
@@ -41,7 +43,7 @@ class PlannedLane:
     @property
     def aliased(self) -> bool:
         """Say whether the master is a part of the whole parameters, not a copy."""
-        return not self.sharded and self.compute_nbytes == self.store_nbytes
+        return not self.sharded and not self.on_host and self.compute_nbytes == self.store_nbytes
 
     @property
     def full_nbytes(self) -> int:
@@ -102,7 +104,12 @@ def plan_model(
 
     `cast_small` is the runtime's: Accelerate's mixed precision leaves small parameters in their own dtype. On a `gpu`
     the runtime merges small units.
+
+    Raises:
+        ValueError: a tier that the runtime does not have.
     """
+    if Tier.NVME in (config.offload.optimizer, config.offload.params):
+        raise ValueError("offload: the tier nvme is not available in this version; use cpu.")
     settings: Any = SimpleNamespace(
         config=config,
         mesh=SimpleNamespace(
@@ -115,14 +122,17 @@ def plan_model(
     reduce_dtype = _dtype(config.precision.reduce_dtype)
     units = []
     for entry in take_stock(model, config.wrap, _merge_numel(settings)):
-        lanes = tuple(_lane(lane, reduce_dtype) for lane in plan_lanes(entry.parameters, settings).lanes)
+        lanes = tuple(
+            _lane(lane, reduce_dtype, config.offload) for lane in plan_lanes(entry.parameters, settings).lanes
+        )
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
         units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
     return PlannedModel(tuple(units))
 
 
-def _lane(layout: Any, reduce_dtype: torch.dtype | None) -> PlannedLane:
+def _lane(layout: Any, reduce_dtype: torch.dtype | None, offload: OffloadConfig) -> PlannedLane:
     key = layout.key
+    tier = offload.optimizer if key.trainable else offload.params
     reduce = reduce_dtype or key.compute_dtype
     return PlannedLane(
         numel=layout.numel,
@@ -133,6 +143,8 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None) -> PlannedLane:
         compute_nbytes=key.compute_dtype.itemsize,
         store_nbytes=key.store_dtype.itemsize,
         reduce_nbytes=reduce.itemsize,
+        on_host=tier is Tier.CPU and key.placement.master is At.SHARD,
+        shard_on_host=offload.params is Tier.CPU,
     )
 
 

@@ -16,9 +16,9 @@ WORKSPACE = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank at the moment when most is allocated, and at rest."""
+    """Bytes of one rank at the moment when most is allocated on its device, at rest, and on the host."""
 
-    masters: int
+    masters: int  # and shards in compute dtype, where masters are on the host
     optimizer: int
     whole: int  # parameters that stay whole
     slots: int  # parameters that are whole for a while
@@ -26,6 +26,8 @@ class Memory:
     activations: int
     workspace: int
     at_rest: int  # between steps
+    host: int = 0  # in host memory: masters, gradients, shards and optimizer state
+    pinned: int = 0  # of these, what the runtime pins where it may: all but the optimizer state
 
     @property
     def peak(self) -> int:
@@ -51,7 +53,9 @@ def memory_of(
     planned: PlannedModel, moves: Sequence[Move], optimizer: Optimizer, workspace: int = WORKSPACE, inputs: int = 0
 ) -> Memory:
     """Return the memory of a step whose `moves` have settled; `inputs` are bytes of a batch on the device."""
-    states = int(sum(lane.master_nbytes for lane in planned.lanes if lane.trainable) * optimizer.states)
+    stepped = [lane for lane in planned.lanes if lane.trainable]
+    states = int(sum(lane.master_nbytes for lane in stepped if not lane.on_host) * optimizer.states)
+    host_states = int(sum(lane.master_nbytes for lane in stepped if lane.on_host) * optimizer.states)
     alive = [0] * len(moves)  # activations at each move
     latest = 0
     for index, move in enumerate(moves):
@@ -66,7 +70,7 @@ def memory_of(
     top = max(range(len(moves)), key=lambda index: _engine(moves[index]) + alive[index])
     held = moves[top].held
     return Memory(
-        masters=held.get(Kind.MASTER, 0),
+        masters=held.get(Kind.MASTER, 0) + held.get(Kind.SHARD, 0),
         optimizer=states,
         whole=held.get(Kind.FULL, 0),
         slots=held.get(Kind.SLOT, 0),
@@ -74,8 +78,10 @@ def memory_of(
         activations=alive[top] + inputs,
         workspace=workspace,
         at_rest=_engine(moves[-1]) + states + workspace,
+        host=held.get(Kind.HOST, 0) + host_states,
+        pinned=held.get(Kind.HOST, 0),
     )
 
 
 def _engine(move: Move) -> int:
-    return sum(move.held.values()) + move.in_flight
+    return sum(nbytes for kind, nbytes in move.held.items() if kind is not Kind.HOST) + move.in_flight

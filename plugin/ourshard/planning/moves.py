@@ -64,3 +64,4 @@ class Move:
     collectives: tuple[Collective, ...] = ()
     nbytes: int = 0
     visit: Visit | None = None
+    host_nbytes: int = 0  # as `nbytes`, but in host memory

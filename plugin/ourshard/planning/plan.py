@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ourshard.config import ShardConfig, Transport
+from ourshard.config import ShardConfig, Tier, Transport
 from ourshard.planning.formulas import OPTIMIZERS, Reach, checkpoint_nbytes
 from ourshard.planning.hardware import Hardware
 from ourshard.planning.layouts import PlannedModel, plan_model
@@ -74,6 +74,8 @@ def describe(config: ShardConfig) -> str:
         words.append(f"in each {'node' if config.shard_size == 'node' else config.shard_size}")
     if config.activation_checkpointing:
         words.append("recomputed")
+    places = {"optimizer": config.offload.optimizer, "parameters": config.offload.params}
+    words.extend(f"{name} on {tier.value}" for name, tier in places.items() if tier is not Tier.NONE)
     return ", ".join(words)
 
 
@@ -83,12 +85,17 @@ def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
     for recompute in (False, True):
         for size in sizes:
             for stage in (0, 1, 2, 3):
-                if stage == 0 and size is not None:
+                if (stage == 0 and size is not None) or not _goes_with(base, stage):
                     continue
                 changes: dict[str, Any] = {"stage": stage, "shard_size": size, "activation_checkpointing": recompute}
                 yield base.replace(**changes, reshard_after_forward=True)
                 if stage == 3:
                     yield base.replace(**changes, reshard_after_forward=False)
+
+
+def _goes_with(base: ShardConfig, stage: int) -> bool:
+    """Say whether a stage shards what `base` keeps on the host."""
+    return stage == 3 or (base.offload.params is Tier.NONE and (stage > 0 or not base.offload.active))
 
 
 @dataclass

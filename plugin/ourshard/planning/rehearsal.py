@@ -209,10 +209,11 @@ class Rehearsal:
 
     def _optimize(self) -> None:
         lanes = [lane for lane in self.planned.lanes if lane.trainable]
-        masters = sum(lane.master_nbytes for lane in lanes)
+        masters = sum(lane.master_nbytes for lane in lanes if not lane.on_host)
+        host = sum(lane.master_nbytes for lane in lanes if lane.on_host)
         if self.clip:  # the norm reads every gradient, the scaling reads and writes it
-            self._move(Does.COPY, self._root, nbytes=3 * masters)
-        self._move(Does.STEP, self._root, nbytes=masters)
+            self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=3 * host)
+        self._move(Does.STEP, self._root, nbytes=masters, host_nbytes=host)
         for unit in self._units:
             for lane in unit.lanes:
                 self._zero_grad(lane)
@@ -225,8 +226,8 @@ class Rehearsal:
         self._move(Does.REST, self._root)
 
     def _zero_grad(self, lane: _Lane) -> None:
-        """Free the reduced gradient; whole ones stay."""
-        if lane.gradient and not lane.planned.placement.whole:
+        """Free the reduced gradient; whole ones, and those on the host, stay."""
+        if lane.gradient and not lane.planned.placement.whole and not lane.planned.on_host:
             lane.gradient = False
             self._held[Kind.GRADIENT] -= lane.planned.master_nbytes
 
@@ -300,7 +301,7 @@ class Rehearsal:
                 self._held[arriving_kind(planned)] += lane.arriving
         if reduce_next and not planned.direct and not lane.gradient:
             lane.gradient = True
-            self._held[Kind.GRADIENT] += planned.master_nbytes
+            self._held[Kind.HOST if planned.on_host else Kind.GRADIENT] += planned.master_nbytes
         self._move(Does.COPY, unit, nbytes=leaf_nbytes(planned) + planned.numel * width)
 
     def _reduce(self, unit: _Unit) -> None:
@@ -349,6 +350,9 @@ class Rehearsal:
         collectives: tuple[Collective, ...] = (),
         nbytes: int = 0,
         visit: Visit | None = None,
+        *,
+        host_nbytes: int = 0,
     ) -> None:
         in_flight = sum(other.in_flight for other in self._units) + sum(self._pending) + self._pulled
-        self.moves.append(Move(does, unit.index, dict(self._held), in_flight, collectives, nbytes, visit))
+        held = dict(self._held)
+        self.moves.append(Move(does, unit.index, held, in_flight, collectives, nbytes, visit, host_nbytes))

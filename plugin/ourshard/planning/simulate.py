@@ -173,6 +173,7 @@ class _Clocks:
 
     def _copy(self, move: Move) -> None:
         self.compute += copy_seconds(move.nbytes, self.hardware, self.reach)
+        self.compute += move.host_nbytes / self.hardware.host_rate
 
     def _bound(self, move: Move) -> None:
         self._wait(self.reduced.pop(0))
@@ -184,6 +185,7 @@ class _Clocks:
 
     def _step(self, move: Move) -> None:
         seconds = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
+        seconds += move.host_nbytes * self.optimizer.moved / self.hardware.host_rate
         self.compute += seconds
         self.stepped += seconds
 

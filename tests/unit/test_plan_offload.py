@@ -1,0 +1,79 @@
+"""The planner's laws where masters, or parameters too, live on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ourshard.config import ShardConfig
+from ourshard.planning.formulas import OPTIMIZERS, Reach
+from ourshard.planning.hardware import hardware_of
+from ourshard.planning.memory import Memory, memory_of
+from ourshard.planning.moves import Does, MeshSizes
+from ourshard.planning.plan import candidates, describe
+from ourshard.planning.report import as_dict, as_table
+from ourshard.planning.simulate import simulate
+
+from tests.unit.test_plan import HALF, PARAMETERS, planner, rehearse
+
+CPU = {"optimizer": "cpu"}
+BOTH = {"optimizer": "cpu", "params": "cpu"}
+WORLD = 8
+
+
+def planned_memory(stage: int, offload: dict[str, str], **changes: Any) -> Memory:
+    rehearsal, moves = rehearse(ShardConfig(stage=stage).replace(offload=offload, **changes), MeshSizes(WORLD))
+    return memory_of(rehearsal.planned, moves, OPTIMIZERS["adamw"], workspace=0)
+
+
+def test_the_host_has_master_gradient_and_moments_and_the_device_a_shard_in_compute_dtype():
+    memory = planned_memory(3, CPU, precision=HALF)
+    assert memory.at_rest == PARAMETERS / WORLD * 2
+    assert memory.pinned == PARAMETERS / WORLD * (4 + 4)
+    assert memory.host == PARAMETERS / WORLD * (4 + 4 + 8)
+
+
+def test_with_parameters_on_the_host_nothing_rests_on_the_device():
+    half = planned_memory(3, BOTH, precision=HALF)
+    assert half.at_rest == 0
+    assert half.pinned == PARAMETERS / WORLD * (4 + 4 + 2)
+    assert planned_memory(3, BOTH).pinned == PARAMETERS / WORLD * (4 + 4)  # the master serves as the shard
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_that_keep_parameters_whole_keep_nothing_else(stage: int):
+    memory = planned_memory(stage, CPU, precision=HALF)
+    assert memory.at_rest == PARAMETERS * 2
+    assert memory.host == PARAMETERS / WORLD * (4 + 4 + 8)
+
+
+def test_the_step_takes_as_long_as_the_host_takes():
+    hardware, adamw, mesh = hardware_of("h100", WORLD), OPTIMIZERS["adamw"], MeshSizes(WORLD)
+    _, moves = rehearse(ShardConfig().replace(offload=CPU), mesh)
+    timing = simulate(moves, mesh, hardware, adamw, Reach.MIDDLE)
+    step = next(move for move in moves if move.does is Does.STEP)
+    assert step.host_nbytes == PARAMETERS / WORLD * 4
+    assert step.nbytes == 0
+    assert timing.step == pytest.approx(step.host_nbytes * adamw.moved / hardware.host_rate)
+
+
+@pytest.mark.parametrize(("offload", "stages"), [(CPU, {1, 2, 3}), (BOTH, {3}), ({}, {0, 1, 2, 3})])
+def test_only_stages_that_the_runtime_takes_are_compared(offload: dict[str, str], stages: set[int]):
+    configs = list(candidates(ShardConfig().replace(offload=offload), hardware_of("h100", WORLD)))
+    assert {config.stage for config in configs} == stages
+    assert all(("on cpu" in describe(config)) == bool(offload) for config in configs)
+
+
+def test_the_table_shows_the_host_where_it_has_something():
+    hardware = hardware_of("h100", WORLD)
+    for offload in ({}, CPU):
+        row = planner().row(ShardConfig().replace(offload=offload))
+        headers = [column.header for column in as_table([row], hardware, None).columns]
+        assert ("host GiB" in headers) == bool(offload)
+        assert (as_dict(row)["memory"]["host"] > 0) == bool(offload)
+
+
+def test_a_tier_that_the_runtime_does_not_have_is_refused():
+    config = ShardConfig().replace(offload={"optimizer": "nvme", "nvme_path": "/tmp"})
+    with pytest.raises(ValueError, match="nvme is not available"):
+        rehearse(config, MeshSizes(WORLD))
