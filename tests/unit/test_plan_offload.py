@@ -26,14 +26,14 @@ def planned_memory(stage: int, offload: dict[str, str], **changes: Any) -> Memor
     return memory_of(rehearsal.planned, moves, OPTIMIZERS["adamw"], workspace=0)
 
 
-def test_the_host_has_master_gradient_and_moments_and_the_device_a_shard_in_compute_dtype():
+def test_the_host_has_master_gradient_and_moments_and_the_device_a_shard_in_compute_dtype() -> None:
     memory = planned_memory(3, CPU, precision=HALF)
     assert memory.at_rest == PARAMETERS / WORLD * 2
     assert memory.pinned == PARAMETERS / WORLD * (4 + 4)
     assert memory.host == PARAMETERS / WORLD * (4 + 4 + 8)
 
 
-def test_with_parameters_on_the_host_nothing_rests_on_the_device():
+def test_with_parameters_on_the_host_nothing_rests_on_the_device() -> None:
     half = planned_memory(3, BOTH, precision=HALF)
     assert half.at_rest == 0
     assert half.pinned == PARAMETERS / WORLD * (4 + 4 + 2)
@@ -41,13 +41,13 @@ def test_with_parameters_on_the_host_nothing_rests_on_the_device():
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_stages_that_keep_parameters_whole_keep_nothing_else(stage: int):
+def test_stages_that_keep_parameters_whole_keep_nothing_else(stage: int) -> None:
     memory = planned_memory(stage, CPU, precision=HALF)
     assert memory.at_rest == PARAMETERS * 2
     assert memory.host == PARAMETERS / WORLD * (4 + 4 + 8)
 
 
-def test_the_step_takes_as_long_as_the_host_takes():
+def test_the_step_takes_as_long_as_the_host_takes() -> None:
     hardware, adamw, mesh = hardware_of("h100", WORLD), OPTIMIZERS["adamw"], MeshSizes(WORLD)
     _, moves = rehearse(ShardConfig().replace(offload=CPU), mesh)
     timing = simulate(moves, mesh, hardware, adamw, Reach.MIDDLE)
@@ -58,13 +58,13 @@ def test_the_step_takes_as_long_as_the_host_takes():
 
 
 @pytest.mark.parametrize(("offload", "stages"), [(CPU, {1, 2, 3}), (BOTH, {3}), ({}, {0, 1, 2, 3})])
-def test_only_stages_that_the_runtime_takes_are_compared(offload: dict[str, str], stages: set[int]):
+def test_only_stages_that_the_runtime_takes_are_compared(offload: dict[str, str], stages: set[int]) -> None:
     configs = list(candidates(ShardConfig().replace(offload=offload), hardware_of("h100", WORLD)))
     assert {config.stage for config in configs} == stages
     assert all(("on cpu" in describe(config)) == bool(offload) for config in configs)
 
 
-def test_the_table_shows_the_host_where_it_has_something():
+def test_the_table_shows_the_host_where_it_has_something() -> None:
     hardware = hardware_of("h100", WORLD)
     for offload in ({}, CPU):
         row = planner().row(ShardConfig().replace(offload=offload))
@@ -73,7 +73,7 @@ def test_the_table_shows_the_host_where_it_has_something():
         assert (as_dict(row)["memory"]["host"] > 0) == bool(offload)
 
 
-def test_a_tier_that_the_runtime_does_not_have_is_refused():
+def test_a_tier_that_the_runtime_does_not_have_is_refused() -> None:
     config = ShardConfig().replace(offload={"optimizer": "nvme", "nvme_path": "/tmp"})
     with pytest.raises(ValueError, match="nvme is not available"):
         rehearse(config, MeshSizes(WORLD))
