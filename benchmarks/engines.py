@@ -115,15 +115,16 @@ def ddp(model: nn.Module, work: Work, phases: Phases) -> Step:
     return step
 
 
-def _fsdp2(reduce_dtype: torch.dtype) -> Callable[[nn.Module, Work, Phases], Step]:
+def _fsdp2(reduce_dtype: torch.dtype, offload: bool = False) -> Callable[[nn.Module, Work, Phases], Step]:
     def build(model: nn.Module, work: Work, phases: Phases) -> Step:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         prepare(model, work)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        place = CPUOffloadPolicy() if offload else OffloadPolicy()
         for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fully_shard(layer, mp_policy=policy, offload_policy=place)
+        fully_shard(model, mp_policy=policy, offload_policy=place)
         optimizer = adamw(model.parameters())
         return _plain_step(
             model, optimizer, phases, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
@@ -155,21 +156,22 @@ def fsdp1(model: nn.Module, work: Work, phases: Phases) -> Step:
     return _plain_step(wrapped, optimizer, phases, lambda: wrapped.clip_grad_norm_(CLIP))
 
 
-def _deepspeed(stage: int) -> Callable[[nn.Module, Work, Phases], Step]:
+def _deepspeed(stage: int, offload: bool = False) -> Callable[[nn.Module, Work, Phases], Step]:
     def build(model: nn.Module, work: Work, phases: Phases) -> Step:
         import deepspeed
 
         prepare(model, work)
-        config = {
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": work.batch,
             "bf16": {"enabled": True},
             "gradient_clipping": CLIP,
             "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": LR, "weight_decay": 0.1, "torch_adam": True, "fused": True},
-            },
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
         }
+        if offload:  # its own CPU Adam, which it compiles
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        else:
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
         def step(ids: torch.Tensor) -> torch.Tensor:
@@ -231,9 +233,11 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "fsdp1": fsdp1,
     "fsdp2": _fsdp2(torch.float32),
     "fsdp2-bf16": _fsdp2(torch.bfloat16),
+    "fsdp2_offload": _fsdp2(torch.float32, offload=True),
     "deepspeed1": _deepspeed(1),
     "deepspeed2": _deepspeed(2),
     "deepspeed3": _deepspeed(3),
+    "deepspeed3_offload": _deepspeed(3, offload=True),
     "megatron_fsdp": megatron_fsdp,
     "ourshard1": _ourshard(stage=1),
     "ourshard2": _ourshard(stage=2),
@@ -244,6 +248,9 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard3-nccl": _ourshard(stage=3, communication={"transport": "nccl"}),
     "ourshard1-nccl": _ourshard(stage=1, communication={"transport": "nccl"}),
     "ourshard3-keep": _ourshard(stage=3, reshard_after_forward=False),
+    "ourshard1_offload_optimizer": _ourshard(stage=1, offload={"optimizer": "cpu"}),
+    "ourshard3_offload_optimizer": _ourshard(stage=3, offload={"optimizer": "cpu"}),
+    "ourshard3_offload_all": _ourshard(stage=3, offload={"optimizer": "cpu", "params": "cpu"}),
     "ourshard-hybrid": _ourshard(stage=3, shard_size=2),
 }
 
