@@ -33,6 +33,7 @@ _EXPORTS = {
     "load": "ourshard.checkpoint.running",
     "save": "ourshard.checkpoint.running",
     "shard_model": "ourshard.runtime.api",
+    "wait_for_save": "ourshard.checkpoint.background",
 }
 
 __all__ = ["__version__"]

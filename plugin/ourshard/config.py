@@ -62,6 +62,13 @@ class Transport(str, Enum):
     PEER = "peer"  # the GPUs' copy engines; an error where they can't reach each other
 
 
+class WhenBusy(str, Enum):
+    """What a save does while the one before it is still being written in the background."""
+
+    WAIT = "wait"  # until the earlier one is committed
+    SKIP = "skip"  # write nothing, and say so
+
+
 class CheckpointFormat(str, Enum):
     """What `save_state` writes."""
 
@@ -212,6 +219,7 @@ class CheckpointConfig:
 
     format: CheckpointFormat = CheckpointFormat.SHARDED
     asynchronous: bool = False
+    when_busy: WhenBusy = WhenBusy.WAIT  # asynchronous only
     save_dtype: str | None = None  # consolidated weights; None keeps each parameter's own dtype
     keep: int | None = None
 

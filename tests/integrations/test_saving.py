@@ -206,7 +206,10 @@ def test_old_checkpoints_go_and_a_save_that_fails_on_one_rank_fails_on_all(ranks
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [({"asynchronous": True}, "not available in this version"), ({"format": "full", "keep": 2}, "are not counted")],
+    [
+        ({"format": "full", "asynchronous": True}, "use sharded, or false"),
+        ({"format": "full", "keep": 2}, "are not counted"),
+    ],
 )
 def test_what_a_save_would_not_follow_is_refused_at_the_start(config, message):
     with pytest.raises(ValueError, match=message):

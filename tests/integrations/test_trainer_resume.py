@@ -97,3 +97,27 @@ def weights_before_preparing(folder: str, checkpoint: str) -> tuple[int, int]:
 def test_resuming_reads_no_weights_before_each_rank_knows_its_rows(ranks, stock, tmp_path):
     checkpoint = str(stock["folder"] / "full" / "checkpoint-2")
     assert ranks(2)(weights_before_preparing, str(tmp_path), checkpoint, timeout=60) == [(21, 0)] * 2
+
+
+def made_with(folder: str, checkpoint: dict[str, Any], **more: Any) -> Any:
+    from transformers import Trainer
+
+    from tests.integrations import trainer_runs as runs
+
+    runs.quiet()
+    runs.enable({**SHARD, "stage": 3, "checkpoint": checkpoint})
+    args = runs.arguments(CASES["full"], Path(folder), 1, **more)
+    return Trainer(model=runs.llama(), args=args, train_dataset=runs.Tokens(8))
+
+
+def asked_for(folder: str) -> tuple[str, int, int]:
+    with pytest.raises(ValueError, match="at once") as error:
+        made_with(folder, {"asynchronous": True})
+    kept = made_with(folder, {"keep": 2}).args.save_total_limit
+    return str(error.value), kept, made_with(folder, {"keep": 2}, save_total_limit=5).args.save_total_limit
+
+
+def test_a_trainer_keeps_as_many_as_the_config_says_and_refuses_to_save_in_the_background(ranks, tmp_path):
+    ((error, kept, own),) = ranks(1)(asked_for, str(tmp_path), timeout=60)
+    assert error.startswith("checkpoint.asynchronous: a Trainer's checkpoints")
+    assert (kept, own) == (2, 5)

@@ -20,6 +20,7 @@ from ourshard.runtime.optim import Run
 from ourshard.runtime.state import persistent
 
 from .shard_writer import LocalBox
+from .staging import ToHost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +45,9 @@ class Portion:
         """Count the elements that are here."""
         return self.stop - self.start
 
-    def boxes(self, flat: torch.Tensor) -> list[LocalBox]:
-        """Return the boxes that a flat tensor of these elements covers; copies it if it is not on the CPU."""
-        flat = flat.detach().cpu().contiguous()
+    def boxes(self, flat: torch.Tensor, to_host: ToHost) -> list[LocalBox]:
+        """Return the boxes that a flat tensor of these elements covers, where `to_host` puts them."""
+        flat = to_host(flat)
         total = math.prod(self.shape)
         if total == 0:
             return [LocalBox(self.shape, flat.new_empty(self.shape))]

@@ -8,28 +8,35 @@ load has two: what all ranks read of the folder fits and is undamaged, and then 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ourshard.config import WhenBusy
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.optim import bring_up_to_date
 
 from . import commit, stepping
+from .background import BACKGROUND
 from .io import DISK, DiskIO
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
 from .sharded import ShardedSource
 from .source import BUFFER, PARAM, CheckpointError, Description, TensorKey
+from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
+
+logger = logging.getLogger("ourshard")
 
 
 @contextmanager
@@ -63,36 +70,89 @@ def save(
     client_state: Mapping[str, Any] | None = None,
     replace: bool = False,
     io: DiskIO = DISK,
+    then: Callable[[], None] | None = None,
 ) -> None:
     """Write a sharded model and its optimizer (or several, or None) into `folder`, each rank its own rows. Collective.
 
     `client_state` is plain data and tensors, the same on all ranks, which `load` returns. All ranks see one disk. If a
     rank fails, all raise, and nothing is left; an existing `folder` is replaced if `replace`, and stays until the new
-    one is complete.
+    one is complete. With `checkpoint.asynchronous` it returns when all is copied to host memory: Note [Background
+    saves]. Rank 0 calls `then` when the folder is in its place.
     """
     engine = _engine(model)
+    if skips(engine):
+        return
     final, lead = Path(folder), engine.mesh.world.rank == 0
     temporary = commit.temporary_of(final)
     with together(engine, f"save: making {final.name}"):
         if lead:
             commit.begin(final, replace=replace, io=io)
+    background = engine.config.checkpoint.asynchronous
+    writer = ShardWriter(temporary, engine.mesh.world.rank, engine.mesh.world.size, io)
+
+    def publish() -> None:
+        mesh = {axis.name: axis.size for axis in (engine.mesh.replicate, engine.mesh.shard)}
+        manifest = commit.assemble(temporary, found, mesh=mesh, config=engine.config.to_dict())
+        commit.publish(temporary, final, manifest, replace=replace, io=io)
+        if then is not None:
+            then()
+
     try:
-        with together(engine, f"save: writing {final.name}"):
-            optimizers = _optimizers(optimizer)
-            portions, buffers = portions_of(engine), buffers_of(engine)
-            boxes, rest = _boxes(engine, portions, buffers, optimizers)
-            ShardWriter(temporary, engine.mesh.world.rank, engine.mesh.world.size, io).write(boxes)
-        with together(engine, f"save: committing {final.name}"):
-            if lead:
-                found = _describe(engine, portions, buffers, optimizers, boxes)
-                found = dataclasses.replace(found, param_state=rest, client_state=client_state or {})
-                mesh = {axis.name: axis.size for axis in (engine.mesh.replicate, engine.mesh.shard)}
-                manifest = commit.assemble(temporary, found, mesh=mesh, config=engine.config.to_dict())
-                commit.publish(temporary, final, manifest, replace=replace, io=io)
+        with together(engine, f"save: {'staging' if background else 'writing'} {final.name}"):
+            boxes, found, staged = _take(engine, _optimizers(optimizer), client_state or {}, copied=background)
+            if not background:
+                writer.write(boxes)
+        if not background:
+            with together(engine, f"save: committing {final.name}"):
+                if lead:
+                    publish()
     except Exception:
         if lead:
             commit.abandon(temporary, io)
         raise
+    if background:
+
+        def write() -> None:
+            staged()
+            writer.write(boxes)
+
+        BACKGROUND.start(
+            engine, final.name, write=write, publish=publish, abandon=lambda: commit.abandon(temporary, io)
+        )
+
+
+def skips(engine: Engine) -> bool:
+    """Wait for the save that is being written, or tell on all ranks that a new one is to be skipped. Collective.
+
+    Raises CheckpointError if the earlier one failed.
+    """
+    checkpoint = engine.config.checkpoint
+    may_skip = checkpoint.asynchronous and checkpoint.when_busy is WhenBusy.SKIP
+    if may_skip and engine.control.any_of([BACKGROUND.busy], "save: is one being written")[0]:
+        logger.warning("A save was skipped: the one before is being written, and checkpoint.when_busy is skip.")
+        return True
+    BACKGROUND.wait()
+    return False
+
+
+def _take(engine: Engine, optimizers: list[Optimizer], client_state: Mapping[str, Any], *, copied: bool) -> _Taken:
+    """Return what this rank writes, and rank 0's description; with `copied` nothing of it is training's any more."""
+    portions, buffers = portions_of(engine), buffers_of(engine)
+    staging = BACKGROUND.staging
+    if copied:
+        staging.begin()
+    boxes, rest = _boxes(engine, portions, buffers, optimizers, staging.to_host if copied else on_host)
+    found = _describe(engine, portions, buffers, optimizers, boxes)
+    found = dataclasses.replace(found, param_state=rest, client_state=client_state)
+    if not copied:
+        return _Taken(boxes, found, lambda: None)
+    return _Taken(boxes, copy.deepcopy(found), staging.finish())
+
+
+class _Taken(NamedTuple):
+    boxes: Boxes
+    description: Description
+    wait: Callable[[], None]  # for copies that are on their way
 
 
 def _engine(model: nn.Module) -> Engine:
@@ -112,17 +172,21 @@ def _optimizers(given: Any) -> list[Optimizer]:
 
 
 def _boxes(
-    engine: Engine, portions: Sequence[Portion], buffers: Sequence[Buffer], optimizers: Sequence[Optimizer]
+    engine: Engine,
+    portions: Sequence[Portion],
+    buffers: Sequence[Buffer],
+    optimizers: Sequence[Optimizer],
+    to_host: ToHost,
 ) -> tuple[Boxes, dict[str, dict[str, Any]]]:
     """Return what this rank writes, and on rank 0 the state of parameters that is no tensor of elements."""
     lead = engine.mesh.world.rank == 0
-    boxes: Boxes = {TensorKey(PARAM, p.name): p.boxes(p.values.reshape(-1)) for p in portions if p.writes}
+    boxes: Boxes = {TensorKey(PARAM, p.name): p.boxes(p.values.reshape(-1), to_host) for p in portions if p.writes}
     for buffer in buffers if lead else ():
-        tensor = buffer.tensor.detach().cpu().contiguous()
+        tensor = to_host(buffer.tensor)
         boxes[TensorKey(BUFFER, buffer.name)] = [LocalBox(tuple(tensor.shape), tensor)]
     rest: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
-        rest.update(stepping.take_state(optimizer, portions, lead, boxes))
+        rest.update(stepping.take_state(optimizer, portions, lead, boxes, to_host))
     return boxes, rest
 
 
@@ -162,6 +226,7 @@ def load(
     Raises CheckpointError on every rank, listing what is missing, unexpected, mismatched, or damaged.
     """
     engine = _engine(model)
+    BACKGROUND.wait()
     name = Path(folder).name
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}"):

@@ -15,6 +15,7 @@ from ourshard.runtime.optim import Run
 from .portions import Portion
 from .shard_writer import LocalBox
 from .source import BUFFER, EXTRA_PREFIX, PARAM, Source, TensorInfo, TensorKey
+from .staging import ToHost
 
 Boxes = dict[TensorKey, list[LocalBox]]
 State = dict[str, Any]
@@ -44,7 +45,9 @@ def describe_groups(optimizer: Optimizer, portions: Sequence[Portion]) -> list[d
 # ---- saving ------------------------------------------------------------------------------------------------
 
 
-def take_state(optimizer: Optimizer, portions: Sequence[Portion], lead: bool, boxes: Boxes) -> dict[str, State]:
+def take_state(
+    optimizer: Optimizer, portions: Sequence[Portion], lead: bool, boxes: Boxes, to_host: ToHost
+) -> dict[str, State]:
     """Add this rank's elements of each state tensor to `boxes`; return by name what is neither element nor scalar.
 
     Scalars, and the rest, are the same on all ranks, since a parameter without elements here is stepped beside others:
@@ -61,10 +64,10 @@ def take_state(optimizer: Optimizer, portions: Sequence[Portion], lead: bool, bo
             if _is_elementwise(value, portion):
                 if portion.writes:
                     own = value.detach().reshape(-1)[portion.offset :][: portion.numel]
-                    boxes.setdefault(TensorKey(key, portion.name), []).extend(portion.boxes(own))
+                    boxes.setdefault(TensorKey(key, portion.name), []).extend(portion.boxes(own, to_host))
             elif isinstance(value, torch.Tensor) and not value.shape:
                 if lead:
-                    boxes[TensorKey(key, portion.name)] = [LocalBox((), value.detach().cpu())]
+                    boxes[TensorKey(key, portion.name)] = [LocalBox((), value.detach().cpu().clone())]
             else:
                 _refuse_parts(optimizer, key, value, portion)
                 if lead:

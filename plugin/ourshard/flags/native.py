@@ -43,6 +43,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "low_memory_loading": "rank 0 reads the weights, the others receive their shards",
     "checkpoint.format": "sharded, or full: what save_state writes",
     "checkpoint.asynchronous": "write checkpoints in the background",
+    "checkpoint.when_busy": "wait or skip: a save that finds the one before still being written",
     "checkpoint.save_dtype": "dtype of consolidated weights; null keeps each parameter's own",
     "checkpoint.keep": "newest checkpoints to keep; null keeps all",
     "timeout": "seconds a collective may wait; null is the process group's own",

@@ -8,6 +8,7 @@ sharded format, last of all, so that a folder that has it is complete; the rest 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
 
 from ourshard.checkpoint import commit, running
+from ourshard.checkpoint.background import wait_for_save
 from ourshard.checkpoint.sharded import is_ours
 from ourshard.config import CheckpointFormat
 from ourshard.integrations import models, optimizer_state
@@ -114,13 +116,17 @@ class SavingMixin(_Base):
                 "checkpoint.format to full, or save_on_each_node to False."
             )
         engines = self._engines()
+        if running.skips(engines[0]):
+            return output_dir
         with running.together(engines[0], "save_state"), self._without_optimizers() as optimizers:
             location = self._save_rest(output_dir, *args, **kwargs)
-        for number in reversed(range(len(self._models))):
-            if models.engine_of(self._models[number]) is not None:
-                folder = sharded_folder(Path(location), number)
-                running.save(models.inner(self._models[number]), optimizers, folder, replace=True)
-        self._retain(engines[0], Path(location))
+        numbers = [n for n in reversed(range(len(self._models))) if models.engine_of(self._models[n]) is not None]
+        for number in numbers:
+            folder, last = sharded_folder(Path(location), number), number == numbers[-1]
+            if number != numbers[0]:
+                wait_for_save()  # its turn; and `checkpoint.when_busy` is for saves, not for the models of one
+            then = functools.partial(self._retain, engines[0], Path(location)) if last else None
+            running.save(models.inner(self._models[number]), optimizers, folder, replace=True, then=then)
         return location
 
     def _save_rest(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -144,14 +150,12 @@ class SavingMixin(_Base):
         if keep is None:
             return
         number = next(n for n, model in enumerate(self._models) if models.engine_of(model) is not None)
-        with running.together(engine, "save_state: removing old checkpoints"):
-            if self.is_main_process:
-                removed = commit.retain(location.absolute().parent, keep, inner=sharded_folder(Path(), number).name)
-                for path in removed:
-                    logger.info("Removed %s: checkpoint.keep is %d.", path, keep)
+        for path in commit.retain(location.absolute().parent, keep, inner=sharded_folder(Path(), number).name):
+            logger.info("Removed %s: checkpoint.keep is %d.", path, keep)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` wrote, on any number of ranks. Collective."""
+        wait_for_save()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = self._newest_complete()
         folder: list[Path] = []
@@ -199,6 +203,11 @@ class SavingMixin(_Base):
 
     def _number_of(self, model: torch.nn.Module) -> int:
         return next(number for number, each in enumerate(self._models) if each is model)
+
+    def end_training(self) -> None:
+        """End as accelerate does, which destroys the process group, after the last background save."""
+        wait_for_save()
+        super().end_training()
 
     def _engines(self) -> list[api.Engine]:
         found = [models.engine_of(model) for model in self._models]

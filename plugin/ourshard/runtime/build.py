@@ -205,10 +205,8 @@ def _refuse_unsupported(engine: Engine) -> None:
         raise ValueError("secondary_shard_size: hpZ is not available in this version; leave it out.")
     if config.shard_optimizer_over == "all" and engine.mesh.replicate.size > 1:
         raise ValueError("shard_optimizer_over: 'all' is not available in this version; use 'shard'.")
-    if config.checkpoint.asynchronous:
-        raise ValueError(
-            "checkpoint.asynchronous: writing in the background is not available in this version; use false."
-        )
+    if config.checkpoint.asynchronous and config.checkpoint.format is CheckpointFormat.FULL:
+        raise ValueError("checkpoint.asynchronous: format full is gathered and written at once; use sharded, or false.")
     if config.checkpoint.keep is not None and config.checkpoint.format is CheckpointFormat.FULL:
         raise ValueError("checkpoint.keep: checkpoints of format full are not counted; use sharded, or leave it out.")
     if device.type == "cuda" and engine.param_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
