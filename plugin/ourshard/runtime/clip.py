@@ -48,7 +48,9 @@ def clip_grad_norm_(
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
         for device, group in by_device.items():
-            torch._foreach_mul_(group, coefficient.to(device))
+            factor = coefficient.to(device)
+            if device.type == "cuda" or factor.item() != 1.0:  # on the host, a pass over all gradients takes long
+                torch._foreach_mul_(group, factor)
     return norm
 
 

@@ -220,11 +220,15 @@ class LaneStore:
             return
         if self.shard is not None:
             if stale:
-                self.shard.copy_(self.master, non_blocking=True)
+                self.shard.copy_(self.master if self._shard_on_host else self._master_above())
             self.segment.copy_(self.shard, non_blocking=True)
         elif not self.aliased:
-            self.segment.copy_(self.master, non_blocking=self.offloaded)
+            self.segment.copy_(self._master_above())
         self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
+
+    def _master_above(self) -> torch.Tensor:
+        """Return the master on the device, which casts it: torch would cast on the host, into memory not pinned."""
+        return self.master.to(self.device, non_blocking=True)
 
     def gather_master(self) -> torch.Tensor:
         """Return the whole lane in store dtype, exact. Collective where masters are shards."""

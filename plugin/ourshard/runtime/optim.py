@@ -347,6 +347,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not ENGINES:
         return
     bring_up_to_date(optimizer)
+    for engine in ENGINES:
+        if engine.host is not None:
+            engine.streams.land()  # an evaluation may still copy masters up
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
         known.stepped = True
