@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=["limit", "ddp", "fsdp2", "ourshard3", "ourshard1"])
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=4, help="of a rank; 16 for works with the optimizer on the host")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one engine on one work")
     parser.add_argument("--out", type=Path, default=Path("out/peers.jsonl"))
     parser.add_argument("--profile", action="store_true", help="also write kernel tables beside --out")
@@ -58,7 +59,7 @@ def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] |
     command += [str(HERE / "run_one.py"), "--engine", engine, "--work", work, "--steps", str(options.steps)]
     if options.profile:
         command += ["--profile", str(options.out.with_name(f"{work}.{engine}.txt"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "4", "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )

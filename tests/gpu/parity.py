@@ -167,6 +167,13 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
     found += [{"stage": 3, "checkpoint": reentrant} for reentrant in (True, False)]
     found += [{"stage": stage, "communication": {"transport": "nccl"}} for stage in (1, 3)]
     found += [{"stage": stage, "small_arena": True} for stage in (1, 2, 3)]
+    host = {"optimizer": "cpu"}
+    found += [{"stage": stage, "offload": host} for stage in (1, 2, 3)]
+    found += [
+        {"stage": 3, "offload": {**host, "params": "cpu"}},
+        {"stage": 3, "offload": {**host, "pin_memory": False}},
+    ]
+    found += [{"stage": 3, "offload": host, "communication": {"transport": "nccl"}}]
     found += [{"stage": 1}] * repeats
     if dist.get_world_size() == 4:
         found += [{"stage": stage, "shard_size": 2} for stage in range(4)]
