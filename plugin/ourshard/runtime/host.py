@@ -14,6 +14,7 @@ torch's own pinned memory is rounded up to a power of two; here plain memory is 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 
@@ -30,6 +31,7 @@ class HostMemory:
     def __init__(self, device: torch.device, pin: bool) -> None:
         self.nbytes = 0  # taken
         self.pinned_nbytes = 0
+        self._device = device
         self._pin = pin and device.type == "cuda"
         self._registered: list[torch.Tensor] = []
         weakref.finalize(self, _unregister, self._registered).atexit = False
@@ -52,6 +54,7 @@ class HostMemory:
             self.pinned_nbytes += buffer.nbytes
             return
         self._pin = False
+        _forget_error(self._device)
         logger.warning(
             "offload: the system refused to pin %.1f MiB of host memory (CUDA error %d, after %.1f MiB); going on with "
             "pageable memory, which copies slower. Raise `ulimit -l`, or set offload.pin_memory to false.",
@@ -59,6 +62,12 @@ class HostMemory:
             int(code),
             self.pinned_nbytes / 2**20,
         )
+
+
+def _forget_error(device: torch.device) -> None:
+    """Read the driver's last error, so that it is not taken for one of the next kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def _unregister(buffers: list[torch.Tensor]) -> None:

@@ -1,0 +1,82 @@
+"""Host memory of offloaded lanes: exact sizes, pages, and a system that refuses to pin."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ourshard.runtime import host as host_module
+from ourshard.runtime.host import HostMemory
+
+PAGE = 4096
+GPU = torch.device("cuda", 0)
+
+
+class Driver:
+    """Stands for the CUDA driver, of which this machine has none: registers up to `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        if sum(self.registered.values()) + nbytes > self.limit:
+            return 2
+        self.registered[pointer] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.registered[pointer]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver(limit=10_000)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: made))
+    return made
+
+
+@pytest.mark.parametrize("numel", [1, 1023, 1025, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_start_on_pages_and_count_what_was_asked_for(numel: int, dtype: torch.dtype) -> None:
+    host = HostMemory(torch.device("cpu"), pin=True)
+    buffer = host.take(numel, dtype)
+    assert buffer.shape == (numel,)
+    assert buffer.data_ptr() % PAGE == 0
+    assert not buffer.any()
+    assert host.nbytes == numel * dtype.itemsize
+    assert host.pinned_nbytes == 0
+
+
+def test_exactly_the_bytes_of_the_buffers_are_pinned_and_let_go_with_them(driver: Driver) -> None:
+    """G02: nothing is rounded up to a power of two."""
+    host = HostMemory(GPU, pin=True)
+    buffers = [host.take(numel, torch.float32) for numel in (1001, 333)]
+    assert driver.registered == {buffer.data_ptr(): buffer.nbytes for buffer in buffers}
+    assert host.pinned_nbytes == host.nbytes == 4 * (1001 + 333)
+    del host
+    assert driver.registered == {}
+
+
+def test_a_refusal_to_pin_is_said_once_and_training_goes_on(
+    driver: Driver, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostMemory(GPU, pin=True)
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(host_module, "_forget_error", forgotten.append)
+    with caplog.at_level(logging.WARNING, "ourshard"):
+        buffers = [host.take(1500, torch.float32) for _ in range(4)]
+    assert len(caplog.records) == len(forgotten) == 1
+    assert "refused to pin" in caplog.text
+    assert host.pinned_nbytes == 6000
+    assert host.nbytes == 4 * 6000
+    assert all(buffer.numel() == 1500 for buffer in buffers)
+
+
+def test_nothing_is_pinned_where_the_config_says_so(driver: Driver) -> None:
+    HostMemory(GPU, pin=False).take(1000, torch.float32)
+    assert driver.registered == {}
