@@ -121,3 +121,55 @@ def test_a_trainer_keeps_as_many_as_the_config_says_and_refuses_to_save_in_the_b
     ((error, kept, own),) = ranks(1)(asked_for, str(tmp_path), timeout=60)
     assert error.startswith("checkpoint.asynchronous: a Trainer's checkpoints")
     assert (kept, own) == (2, 5)
+
+
+def damage(folder: Path, number: int, what: str) -> None:
+    """Make a small checkpoint and then lose a file, or the end of one."""
+    from safetensors.torch import save_file
+
+    path = folder / f"checkpoint-{number}"
+    path.mkdir()
+    save_file({"weight": torch.ones(5)}, path / "model.safetensors")
+    torch.save({"state": {}}, path / "optimizer.pt")
+    (path / "trainer_state.json").write_text('{"global_step": 2}')
+    if what == "no state":
+        (path / "trainer_state.json").unlink()
+    elif what:
+        file = path / what
+        file.write_bytes(file.read_bytes()[:-3])
+
+
+def test_the_newest_complete_checkpoint_is_taken_and_what_is_skipped_is_said(tmp_path, caplog):
+    from ourshard.integrations.trainer_resume import newest_complete
+
+    assert newest_complete(str(tmp_path)) is None
+    wrong = ["no state", "trainer_state.json", "model.safetensors", "optimizer.pt"]
+    for number, what in enumerate(["", "", *wrong], start=8):  # numbers of one and of two digits
+        damage(tmp_path, number, what)
+    with caplog.at_level("WARNING", logger="ourshard"):
+        assert newest_complete(str(tmp_path)) == str(tmp_path / "checkpoint-9")
+    assert [record.args[0].name for record in caplog.records] == [f"checkpoint-{n}" for n in (13, 12, 11, 10)]
+    assert "optimizer.pt is cut off" in caplog.records[0].getMessage()
+    assert "written last" in caplog.records[3].getMessage()
+
+
+def stopped_while_saving(folder: str) -> dict[str, Any]:
+    """Train, lose what the newest checkpoint's save wrote last, and start anew with `resume_from_checkpoint=True`."""
+    import torch.distributed as dist
+
+    shard = {**SHARD, "stage": 3}
+    resumed("full", folder, shard, None)
+    dist.barrier()
+    newest = max(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    if dist.get_rank() == 0:
+        (newest / "trainer_state.json").unlink()
+        (newest / "optimizer.pt").write_bytes(b"")
+    dist.barrier()
+    return resumed("full", folder, shard, True)  # type: ignore[arg-type]
+
+
+def test_a_save_that_a_crash_stopped_is_skipped_at_resume_and_written_anew(ranks, stock, tmp_path):
+    found = ranks(2)(stopped_while_saving, str(tmp_path), timeout=90)
+    assert_goes_on(found, stock["full"])
+    assert len(list(tmp_path.glob("checkpoint-*"))) > 1
+    assert all((path / "trainer_state.json").is_file() for path in tmp_path.glob("checkpoint-*"))

@@ -25,6 +25,17 @@ def trainer_class(module: ModuleType) -> None:
         return
     for name in seams.TRAINER:
         _wrap(cls, name, functools.partial(_trainer_method, name))
+    last = module.get_last_checkpoint
+
+    @functools.wraps(last)
+    def get_last_checkpoint(folder: str) -> str | None:
+        if not switch.flag(switch.SWITCH):
+            return last(folder)  # type: ignore[no-any-return]
+        from ourshard.integrations.trainer_resume import newest_complete
+
+        return newest_complete(folder)
+
+    module.get_last_checkpoint = get_last_checkpoint  # type: ignore[attr-defined]
 
 
 def _trainer_method(name: str, method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,8 +47,10 @@ def _trainer_method(name: str, method: Callable[..., Any], trainer: Any, *args: 
         return getattr(trainer_blocks, name)(method, trainer, *args, **kwargs)
     if not getattr(getattr(trainer, "accelerator", None), "is_ourshard", False):
         return method(trainer, *args, **kwargs)
-    from ourshard.integrations import trainer as ours
+    from ourshard.integrations import trainer as whole
+    from ourshard.integrations import trainer_resume
 
+    ours = trainer_resume if name in seams.RESUME else whole
     return getattr(ours, name)(method, trainer, *args, **kwargs)
 
 

@@ -13,6 +13,7 @@ TRIED = "5.24"
 # `transformers.trainer.Trainer`
 TRAINER: dict[str, tuple[str, ...]] = {
     "_save": ("output_dir", "state_dict"),
+    "_save_checkpoint": ("model", "trial"),
     "_save_optimizer_and_scheduler": ("output_dir",),
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
@@ -21,8 +22,9 @@ TRAINER: dict[str, tuple[str, ...]] = {
     "create_optimizer": (),
     "create_scheduler": ("num_training_steps", "optimizer"),
 }
+RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
 BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
-USED = {"_issue_warnings_after_load": ("load_result",)}  # called, not wrapped
+USED = {"_issue_warnings_after_load": ("load_result",), "_get_output_dir": ("trial",)}  # called, not wrapped
 # `transformers.modeling_utils.PreTrainedModel`
 MODEL: dict[str, tuple[str, ...]] = {
     "_load_pretrained_model": ("model", "state_dict", "checkpoint_files", "load_config"),
@@ -37,7 +39,10 @@ PEFT: dict[str, tuple[str, ...]] = {
 
 def of_trainer(module: ModuleType) -> list[str]:
     """Return what is missing in `transformers.trainer`, as text; empty when all is there."""
-    return missing(module.Trainer, {**TRAINER, **USED}) if hasattr(module, "Trainer") else ["Trainer"]
+    if not hasattr(module, "Trainer"):
+        return ["Trainer"]
+    functions = [] if callable(getattr(module, "get_last_checkpoint", None)) else ["get_last_checkpoint"]
+    return missing(module.Trainer, {**TRAINER, **USED}) + functions
 
 
 def of_arguments(module: ModuleType) -> list[str]:
