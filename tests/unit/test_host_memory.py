@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(limit=10_000)
+    monkeypatch.setattr(host_module, "_warn_of_idle_cores", lambda: None)
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: made))
     return made
 
@@ -80,3 +82,15 @@ def test_a_refusal_to_pin_is_said_once_and_training_goes_on(
 def test_nothing_is_pinned_where_the_config_says_so(driver: Driver) -> None:
     HostMemory(GPU, pin=False).take(1000, torch.float32)
     assert driver.registered == {}
+
+
+@pytest.mark.parametrize(("cores", "ranks", "said"), [(64, 2, "1 of about 32 cores"), (2, 2, None), (1, 1, None)])
+def test_idle_cores_are_named(cores: int, ranks: int, said: str | None, caplog: Any, monkeypatch: Any) -> None:
+    """G03: a step on one core is slow, and torchrun sets one thread."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with caplog.at_level(logging.WARNING, "ourshard"):
+        HostMemory(GPU, pin=False)
+    assert (said in caplog.text) if said else not caplog.records

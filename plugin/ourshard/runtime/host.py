@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import weakref
 
 import torch
@@ -35,6 +36,8 @@ class HostMemory:
         self._pin = pin and device.type == "cuda"
         self._registered: list[torch.Tensor] = []
         weakref.finalize(self, _unregister, self._registered).atexit = False
+        if device.type == "cuda":
+            _warn_of_idle_cores()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a zeroed buffer of `numel` elements that starts on a page."""
@@ -61,6 +64,20 @@ class HostMemory:
             buffer.nbytes / 2**20,
             int(code),
             self.pinned_nbytes / 2**20,
+        )
+
+
+def _warn_of_idle_cores() -> None:
+    """Say, once a machine, that the optimizer's step would leave most cores idle."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = torch.get_num_threads()
+    if 2 * threads <= cores and os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning(
+            "offload: the optimizer steps on the host with %d of about %d cores a rank (torchrun sets "
+            "OMP_NUM_THREADS=1); set OMP_NUM_THREADS=%d, or call torch.set_num_threads.",
+            threads,
+            cores,
+            cores,
         )
 
 
