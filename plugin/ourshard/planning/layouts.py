@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ourshard.config import OffloadConfig, ShardConfig, Tier
+from ourshard.config import ShardConfig, Tier
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
+from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
 
@@ -30,6 +31,7 @@ class PlannedLane:
     reduce_nbytes: int
     on_host: bool = False  # the master: `LaneStore.offloaded`
     shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
+    coded_nbytes: int = 0  # of the whole lane as messages of the weights' codec; 0 where it travels as it is
 
     @property
     def sharded(self) -> bool:
@@ -122,16 +124,14 @@ def plan_model(
     reduce_dtype = _dtype(config.precision.reduce_dtype)
     units = []
     for entry in take_stock(model, config.wrap, _merge_numel(settings)):
-        lanes = tuple(
-            _lane(lane, reduce_dtype, config.offload) for lane in plan_lanes(entry.parameters, settings).lanes
-        )
+        lanes = tuple(_lane(lane, reduce_dtype, config) for lane in plan_lanes(entry.parameters, settings).lanes)
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
         units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
     return PlannedModel(tuple(units))
 
 
-def _lane(layout: Any, reduce_dtype: torch.dtype | None, offload: OffloadConfig) -> PlannedLane:
-    key = layout.key
+def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig) -> PlannedLane:
+    key, offload, codec = layout.key, config.offload, weight_codec(config.communication)
     tier = offload.optimizer if key.trainable else offload.params
     reduce = reduce_dtype or key.compute_dtype
     return PlannedLane(
@@ -145,6 +145,7 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None, offload: OffloadConfig)
         reduce_nbytes=reduce.itemsize,
         on_host=tier is Tier.CPU and key.placement.master is At.SHARD,
         shard_on_host=offload.params is Tier.CPU,
+        coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded and layout.world > 1 else 0,
     )
 
 

@@ -154,7 +154,9 @@ class Planner:
 
     def _uses_peer_copies(self, config: ShardConfig, mesh: MeshSizes) -> bool:
         """Follow `make_peer_copies` in runtime/peer.py, on GPUs that reach each other's memory."""
-        return config.communication.transport is not Transport.NCCL and mesh.shard > 1 and self.hardware.nodes == 1
+        if config.communication.active or config.communication.transport is Transport.NCCL:
+            return False
+        return mesh.shard > 1 and self.hardware.nodes == 1
 
     def _rehearse(self, planned: PlannedModel, config: ShardConfig, mesh: MeshSizes, peer: bool) -> Sequence[Move]:
         visits = self.trace(planned, config).visits

@@ -259,12 +259,15 @@ class Rehearsal:
         unit.whole = unit.is_ahead = True
         self._held[Kind.SLOT] += unit.planned.slot_nbytes
         calls = tuple(
-            Collective("all_gather", "shard", lane.full_nbytes)
+            Collective("all_gather", "shard", lane.coded_nbytes or lane.full_nbytes)
             for lane in unit.planned.lanes
             if not lane.placement.whole and self.mesh.shard > 1
         )
         cast = sum(cast_nbytes(lane) for lane in unit.planned.lanes)
+        message = max((lane.coded_nbytes for lane in unit.planned.lanes), default=0)
+        self._held[Kind.SLOT] += message  # while the gather runs
         self._move(Does.GATHER, unit, collectives=calls, nbytes=cast)
+        self._held[Kind.SLOT] -= message
 
     def _release(self, unit: _Unit) -> None:
         """Follow `Unit.release`."""

@@ -13,8 +13,9 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from ourshard.config import CheckpointFormat, ShardConfig, Tier
+from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
 from ourshard.runtime.buffer import give_back_unused
+from ourshard.runtime.coded import can_code, weight_codec
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
@@ -23,7 +24,7 @@ from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayo
 from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
-from ourshard.runtime.placement import placement_of
+from ourshard.runtime.placement import At, placement_of
 from ourshard.runtime.recompute import recompute_in_backward
 from ourshard.runtime.unit import Unit
 
@@ -80,7 +81,8 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
             compute = engine.param_dtype
         if trainable:
             store = master_dtype_of(parameter.dtype, engine.master_dtype)
-    return LaneKey(placement, store, compute, trainable)
+    coded = engine.config.communication.weights is not Codec.NONE and placement.params is At.SHARD
+    return LaneKey(placement, store, compute, trainable, coded and can_code(parameter.shape, compute))
 
 
 def _readable(stock: list[UnitParameters], engine: Engine) -> set[str]:
@@ -199,8 +201,7 @@ def _refuse_unsupported(engine: Engine) -> None:
     """Refuse, by name, what the config allows and this version of the runtime does not do."""
     config, device = engine.config, engine.mesh.device
     _refuse_tiers(engine)
-    if config.communication.active:
-        raise ValueError("communication: quantized collectives are not available in this version; set them to none.")
+    _refuse_codecs(config)
     if config.secondary_shard_size is not None:
         raise ValueError("secondary_shard_size: hpZ is not available in this version; leave it out.")
     if config.shard_optimizer_over == "all" and engine.mesh.replicate.size > 1:
@@ -211,6 +212,23 @@ def _refuse_unsupported(engine: Engine) -> None:
         raise ValueError("checkpoint.keep: checkpoints of format full are not counted; use sharded, or leave it out.")
     if device.type == "cuda" and engine.param_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise ValueError(f"precision.param_dtype: {device} can't compute in bfloat16; use float16 or float32.")
+
+
+def _refuse_codecs(config: ShardConfig) -> None:
+    if config.communication.gradients is not Codec.NONE:
+        raise ValueError("communication.gradients: coded reductions are not available in this version; use none.")
+    if config.communication.stochastic_rounding:
+        raise ValueError("communication.stochastic_rounding: coded reductions are not available; use false.")
+    if config.communication.weights is Codec.AUTO:
+        raise ValueError("communication.weights: auto is not available in this version; use int8, fp8 or none.")
+    if config.communication.weights is not Codec.NONE and config.stage != 3:
+        raise ValueError(
+            f"communication.weights: {config.communication.weights.value} needs stage 3; at stage {config.stage} the "
+            "gathered weights stay, and evaluation would see the rounded ones. Use none."
+        )
+    if config.communication.active and config.communication.transport is Transport.PEER:
+        raise ValueError("communication.transport: peer copies move exact weights; use auto or nccl with a codec.")
+    weight_codec(config.communication)  # checks the block
 
 
 def _refuse_tiers(engine: Engine) -> None:

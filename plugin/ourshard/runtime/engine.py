@@ -20,6 +20,7 @@ from torch.autograd import Variable
 
 from ourshard.config import Accumulate, ShardConfig, Tier
 from ourshard.runtime.casting import cast
+from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer
 from ourshard.runtime.control import Control
 from ourshard.runtime.handle import ShardParameter
@@ -120,7 +121,8 @@ class Engine:
     def find_peers(self) -> None:
         """Move gathers and reductions to the copy engines, where the machine can. Collective."""
         wanted = self.config.communication.transport.value
-        self.peer = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted)
+        if not self.config.communication.active:  # messages of a codec are not what peers pull
+            self.peer = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted)
         self.collectives.peer = self.peer
 
     def attach(self, model: nn.Module) -> None:
@@ -194,7 +196,7 @@ class Engine:
     @property
     def _root_state(self) -> str:
         """Say, for the other ranks, whether the root must be gathered: the order of a phase depends on it."""
-        return "root whole" if self.root.whole else "root at rest"
+        return f"root {'whole' if self.root.whole else 'at rest'}{', coded' if codes_now(self) else ''}"
 
     def end_forward(self, outputs: Any) -> Any:
         """Close the forward phase; what has no backward is released."""

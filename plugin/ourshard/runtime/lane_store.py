@@ -28,6 +28,7 @@ from torch import nn
 
 from ourshard.config import OffloadConfig, Tier
 from ourshard.runtime.buffer import Slot
+from ourshard.runtime.coded import codes_now, gather_coded, weight_codec
 from ourshard.runtime.handle import become_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.layout import LaneLayout, RowRange
@@ -47,6 +48,7 @@ class LaneKey:
     store_dtype: torch.dtype  # of the master
     compute_dtype: torch.dtype
     trainable: bool
+    coded: bool = False  # gathered as blocks of 8 bits in training: Note [Coded weights] in coded.py
 
 
 class LaneStore:
@@ -69,6 +71,8 @@ class LaneStore:
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
         self.offloaded = self._is_offloaded(unit.engine.config.offload)
         self.stale = True  # `full` does not show the masters
+        self.codec = weight_codec(unit.engine.config.communication) if key.coded and self.axis.size > 1 else None
+        self.shows_coded = False  # `full` has what the codec left of the masters
         self._make_buffers()
         self.leaves: list[nn.Parameter] = []
         self.resting: list[nn.Parameter] = [p.tensor for p in self.parameters]
@@ -224,6 +228,10 @@ class LaneStore:
             self.segment.copy_(self.shard, non_blocking=True)
         elif not self.aliased:
             self.segment.copy_(self._master_above())
+        self.shows_coded = self.codec is not None and codes_now(self.unit.engine)
+        if self.codec is not None and self.shows_coded:
+            gather_coded(self.unit.engine, self.codec, self.full.tensor, self.segment, self.unit.label)
+            return
         self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
 
     def _master_above(self) -> torch.Tensor:

@@ -32,6 +32,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
     try:
         yield
         if writeback:
+            _refuse_coded(units)
             with torch.no_grad():
                 for unit in units:
                     for lane in unit.lanes:
@@ -45,6 +46,16 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
                 unit.release()
         if writeback:
             engine.masters_changed()
+
+
+def _refuse_coded(units: list[Unit]) -> None:
+    """Refuse to take what a codec left of the weights into the masters: Note [Coded weights] in coded.py."""
+    for unit in units:
+        if any(lane.shows_coded for lane in unit.lanes):
+            raise ValueError(
+                f"gathered(writeback=True): {unit.label} is whole as a codec left it, since this runs inside of a "
+                "training forward; write outside of the forward, or set communication.weights: none."
+            )
 
 
 def _write_back(lane: Lane, modifier_rank: int | None) -> None:
