@@ -1,0 +1,58 @@
+"""TRL's trainers on two ranks at stage 3, unchanged. Needs the extra `trl`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.commands import free_port, run_cli
+
+pytest.importorskip("trl", reason="needs TRL: pip install -e '.[trl]'")
+
+from tests.integrations import trl_runs
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+OURS = {"ACCELERATE_USE_OURSHARD": "true", "OURSHARD_CONFIG": json.dumps({"stage": 3, "persist_below": 30})}
+Told = dict[str, tuple[bool, np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("trl")
+    trl_runs.save_models(made)
+    return made
+
+
+def train(folder: Path, kinds: list[str], ranks: int, env: dict[str, str] | None = None) -> Told:
+    command: list[str | Path] = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
+    out = run_cli([*command, trl_runs.__file__, folder, *kinds], env=env, timeout=200).stdout
+    told = [json.loads(line.removeprefix("TOLD")) for line in out.splitlines() if line.startswith("TOLD")]
+    assert [kind for kind, *_ in told] == kinds, out
+    return {kind: (sharded, np.array(steps)) for kind, sharded, steps in told}
+
+
+def assert_same(ours: Told, wanted: Told) -> None:
+    for kind, (sharded, steps) in ours.items():
+        assert sharded
+        assert not wanted[kind][0]
+        assert steps.shape == (3, 2)
+        assert np.abs(steps - wanted[kind][1]).max() < 1e-5, (kind, steps, wanted[kind][1])
+        assert steps[:, 1].max() > 0, (kind, steps)
+
+
+def test_sft_dpo_and_reward_train_as_one_process_on_the_joined_batches(folder):
+    kinds = ["sft", "dpo", "reward"]
+    assert_same(train(folder, kinds, 2, OURS), train(folder, kinds, 1))
+
+
+def test_grpo_trains_as_under_stock_ddp(folder):
+    """What a rank samples depends on the number of ranks, so the measure is DDP on as many."""
+    stock = train(folder, ["grpo"], 2, {"ACCELERATE_USE_CPU": "true"})
+    assert_same(train(folder, ["grpo"], 2, OURS), stock)

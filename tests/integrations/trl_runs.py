@@ -1,0 +1,94 @@
+"""Trainers of TRL on tiny random models, nothing of them changed: `python trl_runs.py FOLDER KIND...` trains each.
+
+Rank 0 prints a JSON line a kind: its name, whether it was sharded, and the logged losses and norms of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORDS = ("a", "good", "day", "to", "go", "out", "and", "see", "the", "sun", "it", "is", "bad", "not", "so", "well")
+IDS = {word: number for number, word in enumerate(("<pad>", "<s>", "</s>", "<unk>", *WORDS))}
+EXAMPLES = 24
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def save_models(folder: Path) -> None:
+    """Write a language model and a judge, with their tokenizer, for all processes to load."""
+    import transformers
+
+    for name in ("LlamaForCausalLM", "LlamaForSequenceClassification"):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 77, "num_hidden_layers": 2, "num_attention_heads": 4}
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
+        config = transformers.LlamaConfig(vocab_size=len(IDS), **sizes, **special)
+        getattr(transformers, name)(config).save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+
+
+def text(number: int, length: int) -> str:
+    return " ".join(WORDS[(number * 5 + j * 3 + number * j) % len(WORDS)] for j in range(length))
+
+
+def examples(**columns: Any) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{name: make(i) for name, make in columns.items()} for i in range(EXAMPLES)])
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
+
+
+def trainer(kind: str, folder: Path, world: int) -> Any:
+    import trl
+
+    common = {
+        **{"output_dir": str(folder / f"{kind}{world}"), "per_device_train_batch_size": 4 // world, "max_steps": 3},
+        **{"logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "report_to": [], "use_cpu": True},
+        **{"bf16": False, "disable_tqdm": True},
+    }
+    pair = {"chosen": lambda i: text(i + 1, 4), "rejected": lambda i: text(i + 7, 4)}
+    model, judge = str(folder / "LlamaForCausalLM"), str(folder / "LlamaForSequenceClassification")
+    if kind == "sft":
+        return trl.SFTTrainer(model, trl.SFTConfig(**common), train_dataset=examples(text=lambda i: text(i, 6)))
+    if kind == "dpo":
+        data = examples(prompt=lambda i: text(i, 3), **pair)
+        return trl.DPOTrainer(model, args=trl.DPOConfig(**common), train_dataset=data)
+    if kind == "reward":
+        return trl.RewardTrainer(judge, args=trl.RewardConfig(**common), train_dataset=examples(**pair))
+    assert kind == "grpo", kind
+    config = trl.GRPOConfig(**common, num_generations=2, max_completion_length=6, beta=0.1)
+    return trl.GRPOTrainer(model, reward, args=config, train_dataset=examples(prompt=lambda i: text(i, 3)))
+
+
+def main(folder: Path, kinds: list[str]) -> None:
+    torch.set_num_threads(1)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for kind in kinds:
+        made = trainer(kind, folder, world)
+        made.train()
+        made.save_model()
+        if made.accelerator.is_main_process:
+            sharded = bool(getattr(made.accelerator, "is_ourshard", False))
+            steps = [(log["loss"], log["grad_norm"]) for log in made.state.log_history if "loss" in log]
+            print("TOLD" + json.dumps([kind, sharded, steps]), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
