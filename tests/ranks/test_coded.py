@@ -1,4 +1,4 @@
-"""Weights gathered as blocks of 8 bits: training stays near the exact one, evaluation is exact, bytes are counted."""
+"""Weights and gradients as blocks of few bits: training stays near the exact one, evaluation exact, bytes counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks.nets import llama, token_loss, tokens
-from tests.ranks.training import Configs, adamw, difference, llama_task, reference, train_all
+from tests.ranks.training import Configs, adamw, difference, llama_task, reference, sgd, train_all
 
 pytestmark = pytest.mark.ranks
 
@@ -25,7 +25,7 @@ CODED: Configs = {
 }
 
 
-def check_near(results: list[dict[str, Any]], configs: Configs, expected: Any) -> None:
+def check_near(results: list[dict[str, Any]], configs: Configs, expected: Any, weights: float = 5e-3) -> None:
     """Losses within 1%, weights within 5e-3 after 4 steps of at most 1e-3: a wrong gradient moves them the other way.
 
     They must differ, too: else nothing was coded.
@@ -33,7 +33,7 @@ def check_near(results: list[dict[str, Any]], configs: Configs, expected: Any) -
     for name in configs:
         for result in results:
             assert result[name].losses == pytest.approx(expected.losses, rel=1e-2), name
-            assert 1e-6 < difference(result[name].state, expected.state) < 5e-3, name
+            assert 1e-6 < difference(result[name].state, expected.state) < weights, name
         first = results[0][name].state
         assert all(difference(result[name].state, first) == 0 for result in results), name
 
@@ -124,7 +124,8 @@ def refusals() -> list[str]:
     from ourshard import shard_model
 
     found = []
-    for config in ({"stage": 2, "communication": {"weights": "int8"}}, {"communication": {"gradients": "int8"}}):
+    feedback = {"communication": {"gradients": "int8", "error_feedback": True}}
+    for config in ({"stage": 2, "communication": {"weights": "int8"}}, feedback):
         with pytest.raises(ValueError, match="communication") as caught:
             shard_model(llama(), config)
         found.append(str(caught.value))
@@ -134,4 +135,80 @@ def refusals() -> list[str]:
 def test_what_a_codec_cannot_do_is_refused_by_name(ranks):
     for weights, gradients in ranks(2)(refusals, timeout=60):
         assert "communication.weights: int8 needs stage 3" in weights
-        assert "communication.gradients: coded reductions are not available" in gradients
+        assert "communication.error_feedback: it is not available" in gradients
+
+
+def coded_gradients(stage: int, codec: str, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, "persist_below": 0, "communication": {"gradients": codec, "block": 64}, **more}
+
+
+GRADIENTS: Configs = {f"int8 {stage}": coded_gradients(stage, "int8") for stage in (1, 2, 3)}
+GRADIENTS["int8 both"] = {**INT8, "communication": {"weights": "int8", "gradients": "int8", "block": 64}}
+
+
+def test_training_with_coded_gradients_stays_near_one_process(ranks):
+    task = llama_task(optimizer=adamw, accumulate=2, clip=1.0, steps=4)
+    expected = reference(task, 2)
+    check_near(ranks(2)(train_all, task, GRADIENTS, timeout=120), GRADIENTS, expected)
+    int4: Configs = {"int4 3": coded_gradients(3, "int4")}
+    # Gradients near zero may round to zero, whose steps of Adam are lost: 2 * 4 steps of 1e-3 bound the weights.
+    check_near(ranks(2)(train_all, task, int4, timeout=120), int4, expected, weights=8e-3)
+
+
+@pytest.mark.parametrize(("codec", "levels"), [("int8", 127), ("int4", 7)])
+def test_the_mean_is_off_by_half_a_step_of_the_largest_scale_at_most(codec, levels, ranks):
+    task = llama_task(optimizer=sgd, steps=1)
+    most = 0.0
+    for part in task.batch(0, 2 * task.rows).chunk(2):
+        model = task.make()
+        task.loss(model, part).backward()
+        most = max(most, *(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None))
+    configs = {codec: coded_gradients(3, codec)}
+    for result in ranks(2)(train_all, task, configs):
+        apart = difference(result[codec].state, reference(task, 2).state) / 0.1  # the learning rate
+        assert 0 < apart <= most / levels / 2 * 1.001
+
+
+def test_coded_gradients_on_a_hybrid_mesh_stay_near_one_process(ranks):
+    task = llama_task(optimizer=adamw, steps=3)
+    configs = {"2x2": coded_gradients(3, "int8", shard_size=2)}
+    check_near(ranks(4)(train_all, task, configs, timeout=120), configs, reference(task, 4))
+
+
+def reduce_once(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the bytes of one reduction, those expected, and whether a NaN on rank 0 alone is in this rank's norm."""
+    from ourshard import engine_of, shard_model
+
+    model = shard_model(llama(tie=False), {**config, "ledger": True})
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.ledger is not None
+    token_loss(model, tokens(0, 2)).backward()
+    seen: dict[str, Any] = {"wire": dict(engine.ledger.wire), "coded": 0, "exact": 0}
+    for lane in engine.lanes():
+        bits = {"int8": 8, "int4": 4}[config["communication"]["gradients"]]
+        if lane.gradient_codec is None:
+            seen["exact"] += lane.layout.numel * 4 // 2
+            assert all(len(parameter.shape) < 2 for parameter in lane.parameters)
+        else:
+            seen["coded"] += (lane.layout.numel * bits // 8 + lane.layout.numel // 64 * 4) // 2
+    seen["finite"] = _is_finite(engine)
+    poison = float("nan") if engine.mesh.world.rank == 0 else 1.0
+    (token_loss(model, tokens(0, 2)) * poison).backward()
+    seen["poisoned finite"] = _is_finite(engine)
+    return seen
+
+
+def _is_finite(engine: Any) -> bool:
+    gradients = [lane.gradient for lane in engine.lanes() if lane.gradient_codec is not None]
+    return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_reductions_send_the_bytes_of_the_codes_and_show_nan(codec, stage, ranks):
+    for seen in ranks(2)(reduce_once, coded_gradients(stage, codec), timeout=60):
+        assert seen["wire"]["all_to_all/shard"] == seen["coded"] > 0
+        assert seen["wire"]["reduce_scatter/shard"] == seen["exact"] > 0
+        assert seen["finite"]
+        assert not seen["poisoned finite"]

@@ -108,6 +108,9 @@ SMALL = {"persist_below": 100}
 CPU = {"offload": {"optimizer": "cpu"}}
 BOTH = {"offload": {"optimizer": "cpu", "params": "cpu"}}
 INT8 = {"communication": {"weights": "int8"}}
+GRADS = {"communication": {"gradients": "int8", "block": 64}}
+BOTH_INT8 = {"weights": "int8", "gradients": "int8"}
+SHORT = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 FP8 = {"communication": {"weights": "fp8", "block": 64}}
 CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "stage 0": ({"stage": 0}, "", 1),
@@ -133,6 +136,8 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "stage 3, blocks run twice": ({"stage": 3}, "blocks run twice", 2),
     "stage 3, int8 weights": ({"stage": 3, **INT8}, "", 1),
     "stage 3, fp8 weights, 16 bits": ({"stage": 3, **HALF, **FP8}, "frozen base", 2),
+    "stage 2, int8 gradients": ({"stage": 2, **GRADS}, "", 2),
+    "stage 3, int8 gradients, 16 bits": ({"stage": 3, "communication": BOTH_INT8, "precision": SHORT}, "", 2),
     "stage 1, optimizer on the host": ({"stage": 1, **CPU}, "", 2),
     "stage 2, optimizer on the host, 16 bits": ({"stage": 2, **CPU, **HALF}, "", 1),
     "stage 3, optimizer on the host": ({"stage": 3, **CPU}, "", 1),

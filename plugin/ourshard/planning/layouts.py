@@ -12,7 +12,7 @@ from torch import nn
 from ourshard.config import ShardConfig, Tier
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
-from ourshard.runtime.coded import weight_codec
+from ourshard.runtime.coded import gradient_codec, weight_codec
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
 
@@ -32,6 +32,7 @@ class PlannedLane:
     on_host: bool = False  # the master: `LaneStore.offloaded`
     shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
     coded_nbytes: int = 0  # of the whole lane as messages of the weights' codec; 0 where it travels as it is
+    coded_grad_nbytes: int = 0  # the same of the gradients' codec
 
     @property
     def sharded(self) -> bool:
@@ -131,7 +132,9 @@ def plan_model(
 
 
 def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig) -> PlannedLane:
-    key, offload, codec = layout.key, config.offload, weight_codec(config.communication)
+    key, offload = layout.key, config.offload
+    coded = key.coded and layout.world > 1
+    codec, grad_codec = weight_codec(config.communication), gradient_codec(config.communication)
     tier = offload.optimizer if key.trainable else offload.params
     reduce = reduce_dtype or key.compute_dtype
     return PlannedLane(
@@ -145,7 +148,8 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig) ->
         reduce_nbytes=reduce.itemsize,
         on_host=tier is Tier.CPU and key.placement.master is At.SHARD,
         shard_on_host=offload.params is Tier.CPU,
-        coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded and layout.world > 1 else 0,
+        coded_nbytes=codec.nbytes(layout.numel) if codec is not None and coded else 0,
+        coded_grad_nbytes=grad_codec.nbytes(layout.numel) if grad_codec is not None and coded else 0,
     )
 
 

@@ -29,7 +29,7 @@ class MeshSizes:
 class Collective:
     """One collective of one lane."""
 
-    name: str  # all_gather, reduce_scatter or all_reduce
+    name: str  # all_gather, reduce_scatter, all_to_all or all_reduce
     axis: str
     whole_nbytes: int  # of the buffer that all ranks together fill or reduce
 

@@ -318,10 +318,16 @@ class Rehearsal:
         pulled = sum(lane.planned.numel * self._width(lane.planned) for lane in due if lane.lent)
         self._pulled = max(self._pulled, pulled * (self.mesh.shard - 1) // self.mesh.shard)
         calls: list[Collective] = []
+        most = 0  # held while one lane's messages are
         for lane in due:
             calls += self._lane_reduction(lane)
+            if lane.planned.coded_grad_nbytes:
+                most = max(most, self._held[Kind.REDUCE] + 2 * lane.planned.coded_grad_nbytes)
         summed = sum(summed_nbytes(lane.planned) for lane in due)
+        after = self._held[Kind.REDUCE]
+        self._held[Kind.REDUCE] = max(most, after)
         self._move(Does.REDUCE, unit, collectives=tuple(calls), nbytes=summed)
+        self._held[Kind.REDUCE] = after
         self._pending.append(buffers)
         if len(self._pending) > self.buffers_in_flight:
             self._pending.pop(0)
@@ -342,6 +348,8 @@ class Rehearsal:
             calls = [Collective("all_reduce", "world", nbytes)]
         else:
             calls = [Collective("reduce_scatter", "shard", nbytes)]
+            if planned.coded_grad_nbytes:
+                calls = [Collective("all_to_all", "shard", planned.coded_grad_nbytes)]
             if self._sync:
                 calls.append(Collective("all_reduce", "replicate", planned.shard_numel * planned.reduce_nbytes))
         return [call for call in calls if self.mesh.of(call.axis) > 1]

@@ -15,7 +15,7 @@ from torch import nn
 
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
 from ourshard.runtime.buffer import give_back_unused
-from ourshard.runtime.coded import can_code, weight_codec
+from ourshard.runtime.coded import can_code, gradient_codec, weight_codec
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
@@ -81,7 +81,9 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
             compute = engine.param_dtype
         if trainable:
             store = master_dtype_of(parameter.dtype, engine.master_dtype)
-    coded = engine.config.communication.weights is not Codec.NONE and placement.params is At.SHARD
+    communication = engine.config.communication
+    coded = communication.weights is not Codec.NONE and placement.params is At.SHARD
+    coded = coded or (communication.gradients is not Codec.NONE and trainable and not placement.whole)
     return LaneKey(placement, store, compute, trainable, coded and can_code(parameter.shape, compute))
 
 
@@ -215,10 +217,16 @@ def _refuse_unsupported(engine: Engine) -> None:
 
 
 def _refuse_codecs(config: ShardConfig) -> None:
-    if config.communication.gradients is not Codec.NONE:
-        raise ValueError("communication.gradients: coded reductions are not available in this version; use none.")
+    if config.communication.gradients is Codec.AUTO:
+        raise ValueError("communication.gradients: auto is not available in this version; use int8, int4 or none.")
+    if config.communication.gradients is not Codec.NONE and config.stage == 0:
+        raise ValueError("communication.gradients: at stage 0 there are no shards to reduce into; use stage 1, 2 or 3.")
+    if config.communication.gradients is not Codec.NONE and config.precision.reduce_dtype == "float64":
+        raise ValueError("precision.reduce_dtype: float64 has no codec; use float32 with communication.gradients.")
+    if config.communication.error_feedback:
+        raise ValueError("communication.error_feedback: it is not available in this version; use false.")
     if config.communication.stochastic_rounding:
-        raise ValueError("communication.stochastic_rounding: coded reductions are not available; use false.")
+        raise ValueError("communication.stochastic_rounding: it is not available in this version; use false.")
     if config.communication.weights is Codec.AUTO:
         raise ValueError("communication.weights: auto is not available in this version; use int8, fp8 or none.")
     if config.communication.weights is not Codec.NONE and config.stage != 3:
@@ -227,8 +235,9 @@ def _refuse_codecs(config: ShardConfig) -> None:
             "gathered weights stay, and evaluation would see the rounded ones. Use none."
         )
     if config.communication.active and config.communication.transport is Transport.PEER:
-        raise ValueError("communication.transport: peer copies move exact weights; use auto or nccl with a codec.")
+        raise ValueError("communication.transport: peer copies move exact values; use auto or nccl with a codec.")
     weight_codec(config.communication)  # checks the block
+    gradient_codec(config.communication)
 
 
 def _refuse_tiers(engine: Engine) -> None:

@@ -66,6 +66,14 @@ class Collectives:
         with self.control.waiting(f"reduce of {label}"):
             reduce_scatter_flat(segment, whole, group=axis.group)
 
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, label: str) -> None:
+        """Send one equal part of `sent` to each rank of the axis; `received` gets theirs, in the order of ranks."""
+        if axis.size == 1:
+            return
+        self._count("all_to_all", axis, sent.nbytes * (axis.size - 1) // axis.size)
+        with self.control.waiting(f"reduce of {label}"):
+            dist.all_to_all_single(_bytes(received), _bytes(sent), group=axis.group)
+
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, label: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:

@@ -48,7 +48,7 @@ class LaneKey:
     store_dtype: torch.dtype  # of the master
     compute_dtype: torch.dtype
     trainable: bool
-    coded: bool = False  # gathered as blocks of 8 bits in training: Note [Coded weights] in coded.py
+    coded: bool = False  # travels as blocks of few bits where a codec is set: the notes in coded.py
 
 
 class LaneStore:
