@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from loading import peak
 from torch import nn
 
 ENGINES = ("ours", "ours-async", "dcp", "dcp-async")
@@ -125,11 +126,6 @@ def slowest(times: dict[str, float]) -> dict[str, float]:
     return {key: round(max(each[key] for each in told), 4) for key in times}
 
 
-def host_mib(key: str) -> float:
-    """Return VmHWM (the peak) or VmRSS of this process."""
-    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) / 1024
-
-
 def main() -> None:
     args = parse()
     root = Path(args.folder)
@@ -142,7 +138,7 @@ def main() -> None:
     dist.barrier()
     before = psutil.Process().memory_info().rss / 2**20
     first, second = (slowest(run.save(str(root / f"step-{number}"))) for number in (1, 2))
-    memory = slowest({"host_peak_mib": host_mib("VmHWM") - before})
+    memory = slowest({"host_peak_mib": peak() - before})
     if dist.get_rank() == 0:
         nbytes = sum(path.stat().st_size for path in (root / "step-2").rglob("*") if path.is_file())
         device = torch.cuda.get_device_name() if run.cuda else "cpu"

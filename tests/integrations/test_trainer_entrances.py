@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 
 from tests.commands import free_port, launch, run_cli
-from tests.integrations.trainer_runs import ROWS, Case, Tokens, enable, llama, quiet, run
+from tests.integrations.trainer_runs import ROWS, SETTINGS, Case, Tokens, enable, llama, quiet, run
 
 pytestmark = pytest.mark.ranks
 
-SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 2,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+GIVEN: dict[str, Any] = {**SETTINGS, "per_device_train_batch_size": 2, "max_steps": 2}
 # As words of a command line.
 WORDS = [
     *("--per_device_train_batch_size", "2", "--max_steps", "2", "--logging_steps", "1", "--learning_rate", "1e-2"),
@@ -47,13 +38,13 @@ def parsed(folder: str, words: list[str]) -> Any:
 def made(folder: str, **fields: Any) -> Any:
     from ourshard import ShardTrainingArguments
 
-    return ShardTrainingArguments(folder, **SETTINGS, **fields)
+    return ShardTrainingArguments(folder, **GIVEN, **fields)
 
 
 def plain(folder: str, **fields: Any) -> Any:
     from transformers import TrainingArguments
 
-    return TrainingArguments(folder, **SETTINGS, **fields)
+    return TrainingArguments(folder, **GIVEN, **fields)
 
 
 def switched(folder: str, **fields: Any) -> Any:

@@ -13,6 +13,15 @@ import torch
 
 VOCAB, LENGTH, ROWS, EVAL_ROWS = 101, 12, 48, 11  # an odd number of rows to evaluate: the last batch is uneven
 
+SETTINGS: dict[str, Any] = {  # of every run
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -83,12 +92,7 @@ def arguments(case: Case, folder: Path, world: int, **more: Any) -> Any:
         "per_device_train_batch_size": case.batch // world,
         "per_device_eval_batch_size": case.batch // world,
         "max_steps": case.steps,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
+        **SETTINGS,
         **case.arguments,
         **more,
     }

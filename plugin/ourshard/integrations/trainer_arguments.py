@@ -87,25 +87,19 @@ def finish(post_init: Callable[[Any], None], args: Any) -> None:
     if not switch.flag(switch.SWITCH):
         post_init(args)
         return
-    given = copy.copy(args)  # transformers turns the words of `fsdp` into keys of `fsdp_config`, in place
-    given.fsdp_config = copy.copy(args.fsdp_config)
+    fsdp, fsdp_config = args.fsdp, copy.copy(args.fsdp_config)  # transformers turns the words into keys, in place
     deepspeed, args.deepspeed = args.deepspeed, None
     post_init(args)
     args.deepspeed, args.fsdp_plugin_args = deepspeed, None
-    result = from_training_arguments(_as_given(args, given))
+    given = copy.copy(args)
+    given.fsdp, given.fsdp_config = fsdp, fsdp_config
+    result = from_training_arguments(given)
     if result is None:
         return
     own = [_own(args)] if isinstance(args, ShardTrainingArguments) else []
     _put_in_force(merge([_of_engine(result), *own], complete=False))
     for note in result.notes:
         logger.info("%s", note)
-
-
-def _as_given(args: Any, given: Any) -> Any:
-    """Return arguments whose `fsdp` and `fsdp_config` are what the user gave."""
-    view = copy.copy(args)
-    view.fsdp, view.fsdp_config = given.fsdp, given.fsdp_config
-    return view
 
 
 def _of_engine(result: FlagResult) -> FlagResult:

@@ -13,6 +13,7 @@ from ourshard.config import ShardConfig, Tier
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
 from ourshard.runtime.coded import gradient_codec, weight_codec
+from ourshard.runtime.host import is_on_host, refuse_nvme
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
 
@@ -111,8 +112,7 @@ def plan_model(
     Raises:
         ValueError: a tier that the runtime does not have.
     """
-    if Tier.NVME in (config.offload.optimizer, config.offload.params):
-        raise ValueError("offload: the tier nvme is not available in this version; use cpu.")
+    refuse_nvme(config.offload)
     settings: Any = SimpleNamespace(
         config=config,
         mesh=SimpleNamespace(
@@ -133,9 +133,7 @@ def plan_model(
 
 def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig) -> PlannedLane:
     key, offload = layout.key, config.offload
-    coded = key.coded and layout.world > 1
     codec, grad_codec = weight_codec(config.communication), gradient_codec(config.communication)
-    tier = offload.optimizer if key.trainable else offload.params
     reduce = reduce_dtype or key.compute_dtype
     return PlannedLane(
         numel=layout.numel,
@@ -146,10 +144,10 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig) ->
         compute_nbytes=key.compute_dtype.itemsize,
         store_nbytes=key.store_dtype.itemsize,
         reduce_nbytes=reduce.itemsize,
-        on_host=tier is Tier.CPU and key.placement.master is At.SHARD,
+        on_host=is_on_host(key.placement, key.trainable, offload),
         shard_on_host=offload.params is Tier.CPU,
-        coded_nbytes=codec.nbytes(layout.numel) if codec is not None and coded else 0,
-        coded_grad_nbytes=grad_codec.nbytes(layout.numel) if grad_codec is not None and coded else 0,
+        coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded else 0,
+        coded_grad_nbytes=grad_codec.nbytes(layout.numel) if grad_codec is not None and key.coded else 0,
     )
 
 

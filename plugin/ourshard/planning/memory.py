@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ourshard.planning.formulas import Optimizer
 from ourshard.planning.layouts import PlannedModel
 from ourshard.planning.moves import Does, Move
-from ourshard.runtime.ledger import Kind
+from ourshard.runtime.ledger import Kind, on_device
 
 # cuBLAS keeps this on Hopper for matrix products (CUDA 13, "cuBLAS workspace": 32 MiB); it counts as allocated.
 WORKSPACE = 32 * 2**20
@@ -84,4 +84,4 @@ def memory_of(
 
 
 def _engine(move: Move) -> int:
-    return sum(nbytes for kind, nbytes in move.held.items() if kind is not Kind.HOST) + move.in_flight
+    return on_device(move.held) + move.in_flight

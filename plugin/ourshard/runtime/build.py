@@ -17,6 +17,7 @@ from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transpor
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.coded import can_code, gradient_codec, weight_codec
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.host import refuse_nvme
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_store import LaneKey, master_dtype_of
@@ -24,7 +25,7 @@ from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayo
 from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
-from ourshard.runtime.placement import At, placement_of
+from ourshard.runtime.placement import At, Placement, placement_of
 from ourshard.runtime.recompute import recompute_in_backward
 from ourshard.runtime.unit import Unit
 
@@ -81,10 +82,15 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
             compute = engine.param_dtype
         if trainable:
             store = master_dtype_of(parameter.dtype, engine.master_dtype)
+    return LaneKey(placement, store, compute, trainable, _is_coded(parameter, placement, compute, engine))
+
+
+def _is_coded(parameter: Parameter, placement: Placement, compute: torch.dtype, engine: Engine) -> bool:
+    """Say whether gathers or reductions of a parameter travel coded: the notes in coded.py."""
     communication = engine.config.communication
-    coded = communication.weights is not Codec.NONE and placement.params is At.SHARD
-    coded = coded or (communication.gradients is not Codec.NONE and trainable and not placement.whole)
-    return LaneKey(placement, store, compute, trainable, coded and can_code(parameter.shape, compute))
+    gathers = communication.weights is not Codec.NONE and placement.params is At.SHARD
+    reduces = communication.gradients is not Codec.NONE and parameter.tensor.requires_grad and not placement.whole
+    return (gathers or reduces) and engine.mesh.shard.size > 1 and can_code(parameter.shape, compute)
 
 
 def _readable(stock: list[UnitParameters], engine: Engine) -> set[str]:
@@ -242,8 +248,7 @@ def _refuse_codecs(config: ShardConfig) -> None:
 
 def _refuse_tiers(engine: Engine) -> None:
     offload, device = engine.config.offload, engine.mesh.device
-    if Tier.NVME in (offload.optimizer, offload.params):
-        raise ValueError("offload: the tier nvme is not available in this version; use cpu.")
+    refuse_nvme(offload)
     if offload.params is Tier.CPU and offload.optimizer is not Tier.CPU:
         raise ValueError(
             "offload.params: cpu needs offload.optimizer: cpu in this version, since masters have the values."

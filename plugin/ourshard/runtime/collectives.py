@@ -33,28 +33,28 @@ class Collectives:
         if self.peer is None or not self.peer.can_gather(segment):
             self.all_gather(whole, segment, axis, label)
             return
-        self._count("all_gather", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        self._count_others("all_gather", axis, whole.nbytes)
         self.peer.gather(whole, segment)
 
     def peer_reduce(self, pieces: list[Reduction], label: str) -> None:
         """Reduce pieces of the peers' arena, on the reduce stream; see `PeerCopies.reduce`."""
         assert self.peer is not None
         axis = self.peer.axis
-        self._count("reduce_scatter", axis, sum(piece.whole.nbytes for piece in pieces) * (axis.size - 1) // axis.size)
+        self._count_others("reduce_scatter", axis, sum(piece.whole.nbytes for piece in pieces))
         self.peer.reduce(pieces)
 
     def peer_reduce_in_pieces(self, whole: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
         """Reduce a lane that is larger than the peers' arena; see `PeerCopies.reduce_in_pieces`."""
         assert self.peer is not None
         axis = self.peer.axis
-        self._count("reduce_scatter", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        self._count_others("reduce_scatter", axis, whole.nbytes)
         self.peer.reduce_in_pieces(whole, out, add)
 
     def all_gather(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
         """Fill `whole` with the `segment` of every rank; `segment` is this rank's part of `whole`."""
         if axis.size == 1:
             return
-        self._count("all_gather", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        self._count_others("all_gather", axis, whole.nbytes)
         with self.control.waiting(f"gather of {label}"):
             all_gather_flat(_bytes(whole), _bytes(segment), group=axis.group)
 
@@ -62,7 +62,7 @@ class Collectives:
         """Sum `whole` over the axis; leave this rank's part of the sum in `segment`, which is part of `whole`."""
         if axis.size == 1:
             return
-        self._count("reduce_scatter", axis, whole.nbytes * (axis.size - 1) // axis.size)
+        self._count_others("reduce_scatter", axis, whole.nbytes)
         with self.control.waiting(f"reduce of {label}"):
             reduce_scatter_flat(segment, whole, group=axis.group)
 
@@ -70,9 +70,9 @@ class Collectives:
         """Send one equal part of `sent` to each rank of the axis; `received` gets theirs, in the order of ranks."""
         if axis.size == 1:
             return
-        self._count("all_to_all", axis, sent.nbytes * (axis.size - 1) // axis.size)
+        self._count_others("all_to_all", axis, sent.nbytes)
         with self.control.waiting(f"reduce of {label}"):
-            dist.all_to_all_single(_bytes(received), _bytes(sent), group=axis.group)
+            dist.all_to_all_single(received, sent, group=axis.group)
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, label: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -80,7 +80,7 @@ class Collectives:
         """Sum `tensor` over the axis in place."""
         if axis.size == 1:
             return
-        self._count("all_reduce", axis, 2 * tensor.nbytes * (axis.size - 1) // axis.size)
+        self._count_others("all_reduce", axis, 2 * tensor.nbytes)
         with self.control.waiting(f"reduce of {label}"):
             dist.all_reduce(tensor, op=op, group=axis.group)
 
@@ -91,6 +91,10 @@ class Collectives:
         self._count("broadcast", axis, tensor.nbytes)
         with self.control.waiting(f"broadcast of {label}"):
             dist.broadcast(_bytes(tensor), group_src=source, group=axis.group)
+
+    def _count_others(self, name: str, axis: Axis, nbytes: int) -> None:
+        """Count `nbytes` but for this rank's own part of them."""
+        self._count(name, axis, nbytes * (axis.size - 1) // axis.size)
 
     def _count(self, name: str, axis: Axis, nbytes: int) -> None:
         if self.ledger is not None:

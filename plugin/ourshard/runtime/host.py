@@ -21,9 +21,24 @@ import weakref
 
 import torch
 
+from ourshard.config import OffloadConfig, Tier
+from ourshard.runtime.placement import At, Placement
+
 logger = logging.getLogger("ourshard")
 
 _PAGE = 4096
+
+
+def is_on_host(placement: Placement, trainable: bool, offload: OffloadConfig) -> bool:
+    """Say whether a lane's master is on the host: Note [Masters on the host]."""
+    tier = offload.optimizer if trainable else offload.params
+    return tier is Tier.CPU and placement.master is At.SHARD
+
+
+def refuse_nvme(offload: OffloadConfig) -> None:
+    """Raise ValueError for the tier that this version does not have."""
+    if Tier.NVME in (offload.optimizer, offload.params):
+        raise ValueError("offload: the tier nvme is not available in this version; use cpu.")
 
 
 class HostMemory:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ourshard.runtime.buffer import own_memory
-from ourshard.runtime.coded import gradient_codec, mean_coded
+from ourshard.runtime.coded import mean_coded
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
-from ourshard.runtime.lane_store import LaneKey, LaneStore
+from ourshard.runtime.lane_store import LaneStore
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.peer import Reduction
@@ -31,8 +31,6 @@ class Lane(LaneStore):
     def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter], reduce_dtype: torch.dtype) -> None:
         super().__init__(unit, layout, parameters)
         self.reduce_dtype = reduce_dtype
-        coded = isinstance(layout.key, LaneKey) and layout.key.coded and self.axis.size > 1
-        self.gradient_codec = gradient_codec(unit.engine.config.communication) if coded else None
         self.whole_gradients = self.placement.grads is At.WHOLE
         self.arriving: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None  # see `gradient`

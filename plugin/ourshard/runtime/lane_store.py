@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from ourshard.config import OffloadConfig, Tier
+from ourshard.config import Tier
 from ourshard.runtime.buffer import Slot
-from ourshard.runtime.coded import codes_now, gather_coded, weight_codec
+from ourshard.runtime.coded import codes_now, gather_coded, gradient_codec, weight_codec
 from ourshard.runtime.handle import become_handle
+from ourshard.runtime.host import is_on_host
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
@@ -69,9 +70,11 @@ class LaneStore:
         self.device = mesh.device
         self.rank = mesh.world.rank
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
-        self.offloaded = self._is_offloaded(unit.engine.config.offload)
+        self.offloaded = is_on_host(self.placement, self.trainable, unit.engine.config.offload)
         self.stale = True  # `full` does not show the masters
-        self.codec = weight_codec(unit.engine.config.communication) if key.coded and self.axis.size > 1 else None
+        communication = unit.engine.config.communication
+        self.codec = weight_codec(communication) if key.coded else None
+        self.gradient_codec = gradient_codec(communication) if key.coded else None
         self.shows_coded = False  # `full` has what the codec left of the masters
         self._make_buffers()
         self.leaves: list[nn.Parameter] = []
@@ -86,8 +89,8 @@ class LaneStore:
         start = self.axis.rank * shard
         self.segment = self.full.tensor[start : start + shard]
         own = self.full.tensor if self.placement.master is At.WHOLE else self.segment
-        self.aliased = self.placement.params is At.WHOLE and self.store_dtype == self.compute_dtype
-        self.aliased = self.aliased and not self.offloaded
+        same = self.placement.params is At.WHOLE and self.store_dtype == self.compute_dtype
+        self.aliased = same and not self.offloaded
         self.shard: torch.Tensor | None = None
         if self.offloaded:
             self.master = self.take_host()
@@ -100,11 +103,6 @@ class LaneStore:
             if ledger is not None:
                 ledger.hold(Kind.MASTER, self.master.nbytes)
         self.full.tensor.zero_()
-
-    def _is_offloaded(self, offload: OffloadConfig) -> bool:
-        """Say whether the master is on the host: Note [Masters on the host] in host.py."""
-        tier = offload.optimizer if self.trainable else offload.params
-        return tier is Tier.CPU and self.placement.master is At.SHARD
 
     def take_host(self) -> torch.Tensor:
         """Return host memory for a master or its gradient."""

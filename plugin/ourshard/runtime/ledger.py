@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,6 +18,11 @@ class Kind(Enum):
     REDUCE = "reduce"  # gradients on their way through a reduction
     SHARD = "shard"  # shards in compute dtype of lanes whose masters are on the host
     HOST = "host"  # masters and gradients on the host; not in the totals
+
+
+def on_device(held: Mapping[Kind, int]) -> int:
+    """Return the bytes of all kinds that are on the device."""
+    return sum(nbytes for kind, nbytes in held.items() if kind is not Kind.HOST)
 
 
 @dataclass(slots=True)
@@ -61,7 +67,7 @@ class Ledger:
 
     @property
     def held_total(self) -> int:
-        return sum(nbytes for kind, nbytes in self._held.items() if kind is not Kind.HOST)
+        return on_device(self._held)
 
     @property
     def peak(self) -> dict[str, int]:

@@ -353,8 +353,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
         known.stepped = True
-        for engine in engines_of(optimizer):
-            give_back_unused(engine.mesh.device)
+        for device in {engine.mesh.device for engine in engines_of(optimizer)}:
+            give_back_unused(device)
 
 
 def bring_up_to_date(optimizer: Optimizer) -> None:
