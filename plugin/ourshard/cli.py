@@ -29,6 +29,9 @@ COMMANDS: dict[str, Command] = {
     "convert": Command(
         "ourshard.checkpoint.commands:convert_app", "Convert a checkpoint of any framework to another format."
     ),
+    "doctor": Command(
+        "ourshard.doctor.cli:app", "Measure this machine and its ranks, train a few steps, and say what to mend."
+    ),
     "inspect": Command(
         "ourshard.checkpoint.commands:inspect_app", "Show what a checkpoint holds, without reading its tensors."
     ),

@@ -33,7 +33,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ourshard.flags": _RUNTIME,
     "ourshard.planning": (*_RUNTIME, "ourshard.flags"),  # it reads and writes configs
     "ourshard.integrations": _BELOW_INTEGRATIONS,
-    "ourshard.cli": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
+    "ourshard.doctor": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
+    "ourshard.cli": (*_BELOW_INTEGRATIONS, "ourshard.integrations", "ourshard.doctor"),
     "ourshard.trainer_callbacks": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
 }
 # These are read by launchers and by planners of other machines' jobs: the standard library is all they need.

@@ -1,0 +1,151 @@
+"""GPUs, host memory and the limits that a machine or a container sets."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from ourshard.doctor.finding import Finding, Verdict, counted
+
+_GIB, _MIB = 2**30, 2**20
+_PINNED = 64 * _MIB  # pinned by way of trial
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def look_at_gpus(device: torch.device) -> list[Finding]:
+    """Return this rank's card, and which cards of the process's list it can't reach directly."""
+    if device.type != "cuda":
+        return [Finding("GPUs", "none is used; ranks compute on the CPU", values={"gpus": 0})]
+    properties = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    values = {"name": properties.name, "free_bytes": free, "total_bytes": total}
+    text = f"{device} {properties.name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+    findings = [Finding("GPUs", text, values=values)]
+    if free < 0.9 * total:
+        fix = "See with nvidia-smi who holds it, and end what is left over."
+        findings = [Finding("GPUs", f"{text}: others hold a part", Verdict.NOTE, fix, values)]
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    deaf = [index for index in others if not torch.cuda.can_device_access_peer(device.index, index)]
+    if others and not deaf:
+        findings.append(Finding("links", f"{device} reaches all {len(others)} other GPUs directly"))
+    elif deaf:
+        text = f"{device} can't reach GPUs {', '.join(map(str, deaf))} directly: copies pass through host memory"
+        fix = "See `nvidia-smi topo -m`; virtual machines need the switch (ACS, IOMMU) set for peer access."
+        findings.append(Finding("links", text, Verdict.NOTE, fix))
+    return findings
+
+
+def look_at_memory(device: torch.device, local_ranks: int) -> list[Finding]:
+    """Return what the host (or the container) has free, and whether memory can be pinned."""
+    free, limit = psutil.virtual_memory().available, memory_limit()
+    if limit is not None:
+        free = min(free, limit[0] - limit[1])
+    values = {"free_bytes": free, "limit_bytes": limit[0] if limit else None}
+    bound = f", container limit {limit[0] / _GIB:.1f} GiB" if limit else ", no container limit"
+    text = f"{free / _GIB:.1f} GiB free for {counted(local_ranks, 'rank')} of this host{bound}"
+    if free < local_ranks * _GIB:
+        fix = "Raise the container's memory, start fewer ranks, or end what holds it; the kernel kills without a word."
+        return [Finding("host memory", text, Verdict.PROBLEM, fix, values), *_pinning(device)]
+    return [Finding("host memory", text, values=values), *_pinning(device)]
+
+
+def memory_limit(root: Path = _CGROUP, path: str | None = None) -> tuple[int, int] | None:
+    """Return (limit, used) in bytes of the tightest cgroup around this process; None without a limit.
+
+    `path` is the process's group below `root`; read from /proc where it is not given.
+    """
+    group = path if path is not None else _own_group()
+    found = []
+    for folder in [root / group, *(root / group).parents] if group else [root]:
+        if folder == root.parent:
+            break
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, current = _number(folder / most), _number(folder / used)
+            if limit is not None and current is not None and limit < psutil.virtual_memory().total:
+                found.append((limit, current))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
+
+
+def _own_group() -> str:
+    """Return this process's group of cgroup v2 below the root; "" where it is the root or there is none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def _pinning(device: torch.device) -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _MIB:.1f} MiB"
+    values = {"memlock_bytes": None if soft == resource.RLIM_INFINITY else soft}
+    if device.type != "cuda":
+        yield Finding("pinned memory", f"ulimit -l is {limit}; without a GPU nothing is pinned", values=values)
+        return
+    try:
+        torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        text = f"{_PINNED // _MIB} MiB can't be pinned (ulimit -l is {limit}): {str(error).splitlines()[0]}"
+        fix = "ulimit -l unlimited (docker run --ulimit memlock=-1), or offload.pin_memory: false"
+        yield Finding("pinned memory", text, Verdict.PROBLEM, fix, values)
+    else:
+        yield Finding("pinned memory", f"{_PINNED // _MIB} MiB were pinned; ulimit -l is {limit}", values=values)
+
+
+def look_at_limits(folder: Path, local_ranks: int) -> list[Finding]:
+    """Return shared memory, open files, and free space where checkpoints would go."""
+    return [*_shared_memory(local_ranks), *_open_files(), _free_space(folder)]
+
+
+def _shared_memory(local_ranks: int) -> Iterator[Finding]:
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return
+    usage = shutil.disk_usage(place)
+    text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in /dev/shm"
+    values = {"free_bytes": usage.free, "total_bytes": usage.total}
+    if usage.free < local_ranks * 64 * _MIB:  # 64 MiB is what docker gives a container
+        fix = "docker run --shm-size=16g (or --ipc=host); NCCL and the workers of data loaders put buffers there."
+        yield Finding("shared memory", text, Verdict.PROBLEM, fix, values)
+    else:
+        yield Finding("shared memory", text, values=values)
+
+
+def _open_files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    values = {"soft": soft, "hard": hard}
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        fix = (
+            f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; ranks, data loaders and checkpoints open many files."
+        )
+        yield Finding("open files", f"ulimit -n is {soft}", Verdict.NOTE, fix, values)
+    else:
+        yield Finding("open files", f"ulimit -n is {soft}", values=values)
+
+
+def _free_space(folder: Path) -> Finding:
+    usage = shutil.disk_usage(folder)
+    text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free in {folder}"
+    values = {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
+    if usage.free < _GIB:
+        fix = "Make room, or name another folder with --folder; `ourshard plan` says how large a checkpoint is."
+        return Finding("free space", text, Verdict.PROBLEM, fix, values)
+    return Finding("free space", text, values=values)
+
+
+def idle_cores(local_ranks: int) -> tuple[int, int]:
+    """Return torch's threads, and the cores that a rank of this host could use."""
+    return torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // local_ranks)
