@@ -39,6 +39,7 @@ CASES: dict[str, Case] = {
     "full evaluation in bf16": Case(arguments={"bf16_full_eval": True, **EVALUATES}),
     "sgd": Case(arguments={"optim": "sgd"}),
     "adagrad": Case(arguments={"optim": "adagrad"}),
+    "adafactor": Case(arguments={"optim": "adafactor", **BEST}),
     "lora": Case(peft="lora", arguments=EVALUATES, after=("save",)),
     "dora": Case(peft="dora", after=("save",)),
     "modules to save": Case(peft="head", after=("save",)),
@@ -142,21 +143,6 @@ def test_what_depends_on_the_ranks_is_as_under_stock_ddp(ranks, folder, argument
     for mine, theirs in zip(ours, stock, strict=True):
         for name, values in theirs.items():
             assert np.allclose(mine[name], values, atol=tolerance), (name, mine[name], values)
-
-
-def refusal(folder: str, stage: int) -> str:
-    try:
-        on_rank(Case(arguments={"optim": "adafactor"}), folder, {**SHARD, "stage": stage})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_adafactor_is_refused_by_name_where_masters_are_sharded(ranks, folder):
-    for told in ranks(2)(refusal, str(folder / "adafactor"), 1, timeout=60):
-        assert "Adafactor" in told
-        assert "Use stage 0" in told
-    assert ranks(2)(refusal, str(folder / "adafactor"), 0, timeout=60) == ["", ""]
 
 
 def too_large_at_first(folder: str, shard: dict[str, Any] | None) -> tuple[int, list[float]]:

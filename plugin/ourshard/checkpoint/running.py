@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from ourshard.config import WhenBusy
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.optim import bring_up_to_date
+from ourshard.runtime.optim import bring_up_to_date, has_owners
 
 from . import commit, stepping
 from .background import BACKGROUND
@@ -168,6 +168,11 @@ def _optimizers(given: Any) -> list[Optimizer]:
     found: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer) for optimizer in several]
     for optimizer in found:
         bring_up_to_date(optimizer)
+        if has_owners(optimizer):
+            raise ValueError(
+                f"the state of {type(optimizer).__name__} is whole on one rank for each parameter, and the sharded "
+                "format has values by rows: set checkpoint.format to full, or save and load the model alone."
+            )
     return found
 
 

@@ -1,7 +1,8 @@
 """The whole state of an optimizer, by parameter name, gathered from the ranks' shards and cut for them again.
 
 Shape of what is saved: `{"state": {"0/name": {"exp_avg": whole tensor, "step": ...}}, "param_groups": [{..., "params":
-["0/name", ...]}]}`; the number before the name is the model's, in the order of `prepare`.
+["0/name", ...]}]}`; the number before the name is the model's, in the order of `prepare`. Where one rank steps a
+parameter whole (Note [Owners] in runtime/owners.py), its state is sent by that rank as it is, of whatever shape.
 """
 
 from __future__ import annotations
@@ -30,6 +31,18 @@ class _Piece(NamedTuple):
     position: int
     run: Run | None  # None: a whole parameter, which the user's own tensor is
 
+    @property
+    def owner(self) -> int | None:
+        """Return the rank of the shard axis that steps it whole, and has all of its state; None without one."""
+        return self.run.owner if self.run is not None else None
+
+
+class _AtOwner(NamedTuple):
+    """What stands for a state tensor until its owner sends it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
 
 def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -> dict[str, Any]:
     """Return the whole state. Collective; a rank that does not `keep` it takes part and returns an empty one.
@@ -49,6 +62,7 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
     for number, engine in enumerate(engines):
         for lane in engine.lanes():
             _gather_lane(optimizer, number, lane, [p for p in pieces if p.lane is lane], state, keep=keep)
+    _gather_owned(optimizer, {piece.key: piece for piece in pieces if piece.owner is not None}, state, keep=keep)
     if not keep:
         return {"state": {}, "param_groups": []}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -92,10 +106,31 @@ def _is_elementwise(value: Any, piece: _Piece) -> bool:
 
 def _scalars(optimizer: Optimizer, piece: _Piece) -> State:
     """Return what the state holds beside one value an element; the names of the latter with their dtype."""
+    if piece.owner is not None:
+        return {
+            k: _AtOwner(tuple(v.shape), v.dtype) if _is_whole(v) else v for k, v in _state(optimizer, piece).items()
+        }
     return {
         key: value.dtype if _is_elementwise(value, piece) else value.cpu() if isinstance(value, torch.Tensor) else value
         for key, value in _state(optimizer, piece).items()
     }
+
+
+def _gather_owned(optimizer: Optimizer, pieces: dict[str, _Piece], state: dict[str, State], *, keep: bool) -> None:
+    """Replace what stands for tensors of whole parameters by the tensors, which the owners send one by one."""
+    for key, piece in sorted(pieces.items()):
+        lane, owner = piece.lane, piece.owner
+        assert owner is not None
+        for name, told in sorted(state.get(key, {}).items()):
+            if not isinstance(told, _AtOwner):
+                continue
+            if owner == lane.axis.rank:
+                value = _state(optimizer, piece)[name].detach().to(lane.device).contiguous()
+            else:
+                value = torch.empty(told.shape, dtype=told.dtype, device=lane.device)
+            lane.unit.engine.collectives.broadcast(value, lane.axis, f"state of {lane.unit.label}", owner)
+            if keep:
+                state[key][name] = value.cpu()
 
 
 def _gather_lane(
@@ -163,7 +198,8 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
         runs.setdefault(id(_stepped(piece)), []).append(piece)
     for pieces in runs.values():
         whole = [saved["state"].get(piece.key) for piece in pieces]
-        if all(state is None for state in whole):
+        elsewhere = pieces[0].owner not in (None, pieces[0].lane.axis.rank)
+        if elsewhere or all(state is None for state in whole):
             optimizer.state.pop(_stepped(pieces[0]), None)
         else:
             group = optimizer.param_groups[pieces[0].group]
@@ -219,16 +255,16 @@ def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
     `on_device`: the optimizer's kernels read its scalars (step counts) where the parameter is.
     """
     state: State = {}
-    lane, stepped = pieces[0].lane, _stepped(pieces[0])
+    lane, stepped, in_rows = pieces[0].lane, _stepped(pieces[0]), pieces[0].owner is None
     for key, value in whole[0].items():
         shape = lane.parameters[pieces[0].position].shape
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0:
+        if in_rows and isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0:
             parts = [_own_rows(states[key], piece) for states, piece in zip(whole, pieces, strict=True)]
             state[key] = torch.cat(parts).to(stepped.device).view(stepped.shape)
         else:
             state[key] = value
             if isinstance(value, torch.Tensor):
-                state[key] = value.to(stepped.device if on_device else value.device, copy=True)
+                state[key] = value.to(stepped.device if on_device or value.dim() else value.device, copy=True)
     return state
 
 

@@ -74,6 +74,22 @@ class Collectives:
         with self.control.waiting(f"reduce of {label}"):
             dist.all_to_all_single(received, sent, group=axis.group)
 
+    def exchange(
+        self, sent: torch.Tensor, lengths: list[int], counts: list[int], axis: Axis, label: str
+    ) -> torch.Tensor:
+        """Send `lengths[r]` elements of `sent` to each rank r, in order; return `counts[r]` from each, in order."""
+        if axis.size == 1:
+            return sent
+        received = sent.new_empty(sum(counts))
+        width = sent.element_size()
+        self._count("exchange", axis, (sent.numel() - lengths[axis.rank]) * width)
+        arriving, leaving = ([number * width for number in numbers] for numbers in (counts, lengths))
+        with self.control.waiting(label):
+            dist.all_to_all_single(
+                received.view(torch.uint8), sent.view(torch.uint8), arriving, leaving, group=axis.group
+            )
+        return received
+
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, label: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:

@@ -11,13 +11,13 @@ have gradients in the same steps; when they differ (a branch that a step does no
 that the optimizer skips exactly the parameters that it would skip in one process.
 
 Flat runs are right only for optimizers that treat each element by itself. `probe` finds out: it steps a small matrix
-whole, and the same matrix in flat pieces, and compares. Others (Adafactor, Muon, LAMB, LBFGS) need whole matrices and
-are refused by name where masters are shards.
+whole, and the same matrix in flat pieces, and compares. Adafactor, Muon, and those that say `elementwise = False`, step
+whole parameters on one rank each: Note [Owners] in owners.py. Others (LBFGS, unknown ones) are refused by name where
+masters are shards.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from typing import Any
 
@@ -30,12 +30,25 @@ from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.owners import Loan, assign_owners, lend_whole
+from ourshard.runtime.probe import TRIALS, needs_whole
 
 
 class Run:
     """Neighbouring parameters of one lane as one flat tensor of this rank's rows: Note [Runs]."""
 
-    __slots__ = ("group", "handed_out", "lane", "optimizer", "parameter", "positions", "start", "stop", "uneven")
+    __slots__ = (
+        "group",
+        "handed_out",
+        "lane",
+        "optimizer",
+        "owner",
+        "parameter",
+        "positions",
+        "start",
+        "stop",
+        "uneven",
+    )
 
     def __init__(self, lane: Lane, positions: list[int], optimizer: Optimizer, group: dict[str, Any]) -> None:
         self.lane = lane
@@ -49,6 +62,7 @@ class Run:
         self.parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
         if held:
             self.parameter.data = lane.master[self.start : self.stop]
+        self.owner: int | None = None  # the rank of the shard axis that steps it whole: Note [Owners] in owners.py
         self.handed_out = False
         self.uneven = False  # gradients of some parameters were dropped since `hand_out`
         self.group = group
@@ -118,13 +132,14 @@ def _index_of(params: list[Any], parameter: Any) -> int:
 class _Adopted:
     """What is remembered of an optimizer: how many parameters it had, and for which state of the engines."""
 
-    __slots__ = ("adoption", "count", "orphaned", "stepped")
+    __slots__ = ("adoption", "count", "loans", "orphaned", "stepped")
 
     def __init__(self, count: int, adoption: tuple[tuple[int, int], ...]) -> None:
         self.count = count
         self.adoption = adoption
         self.orphaned = False  # another optimizer took its parameters over
         self.stepped = False
+        self.loans: list[Loan] = []  # whole parameters that are with their owners, during a step
 
 
 _ADOPTED: weakref.WeakKeyDictionary[Optimizer, _Adopted] = weakref.WeakKeyDictionary()
@@ -133,17 +148,18 @@ _ADOPTED: weakref.WeakKeyDictionary[Optimizer, _Adopted] = weakref.WeakKeyDictio
 def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     """Point the groups of `optimizer` at this rank's masters, in place; called again, look for new parameters.
 
-    Works before and after the first step, and keeps state that exists. Raises `ValueError` for an optimizer that
-    needs whole matrices, where masters are shards.
+    Works before and after the first step, and keeps state that exists. Raises `ValueError` for an optimizer that can
+    step neither flat rows nor whole parameters one by one, where masters are shards.
     """
-    probed = False
+    whole: bool | None = None  # not known yet
     for group in optimizer.param_groups:
         if any(_adoptable(p) for p in group["params"]):
-            if not probed:
-                _refuse_whole_matrix(optimizer, group)
-                probed = True
-            _adopt_group(optimizer, group)
+            if whole is None:
+                whole = needs_whole(optimizer, group)
+            _adopt_group(optimizer, group, whole)
             _prefer_fused(optimizer, group)
+    if whole:
+        _settle_owners(optimizer)
     _follow_zero_grad(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     _ADOPTED[optimizer] = _Adopted(count, _adoption())
@@ -159,8 +175,20 @@ def _adoptable(parameter: Any) -> bool:
     return isinstance(parameter, ShardParameter) and parameter._lane.trainable
 
 
-def _adopt_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Replace the handles of one group by runs, each at the place of its first parameter."""
+def _settle_owners(optimizer: Optimizer) -> None:
+    """Give the new runs owners; state of whole parameters stays with these alone."""
+    runs = _runs_of(optimizer)
+    assign_owners(runs)
+    for run in runs:
+        if run.owner != run.lane.axis.rank:
+            optimizer.state.pop(run.parameter, None)
+
+
+def _adopt_group(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> None:
+    """Replace the handles of one group by runs, each at the place of its first parameter.
+
+    `whole`: parameters are stepped whole, each a run of its own.
+    """
     by_lane: dict[Lane, list[int]] = {}
     for parameter in group["params"]:
         if _adoptable(parameter):
@@ -169,9 +197,12 @@ def _adopt_group(optimizer: Optimizer, group: dict[str, Any]) -> None:
     for lane, positions in by_lane.items():
         _release_from_others(lane, positions)
         states = {p: optimizer.state.pop(lane.resting[p], None) for p in positions}
-        for run in _make_runs(lane, sorted(positions), states, optimizer, group):
+        for run in _make_runs(lane, sorted(positions), states, optimizer, group, apart=whole):
             fresh[id(lane.resting[run.positions[0]])] = run.parameter
-            _move_state(optimizer, run, states)
+            if not whole:
+                _move_state(optimizer, run, states)
+            elif state := states[run.positions[0]]:
+                optimizer.state[run.parameter] = state
             lane.runs.append(run)
         lane.runs.sort(key=lambda run: run.start)
     kept = [fresh.get(id(p), None if _adoptable(p) else p) for p in group["params"]]
@@ -191,12 +222,18 @@ def _release_from_others(lane: Lane, positions: list[int]) -> None:
 
 
 def _make_runs(
-    lane: Lane, positions: list[int], states: dict[int, Any], optimizer: Optimizer, group: dict[str, Any]
+    lane: Lane,
+    positions: list[int],
+    states: dict[int, Any],
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    *,
+    apart: bool,
 ) -> list[Run]:
-    """Cut sorted positions into runs of neighbours; parameters that come with state are kept apart."""
+    """Cut sorted positions into runs of neighbours; those that come with state are kept apart, or all if `apart`."""
     parts: list[list[int]] = []
     for position in positions:
-        mergeable = parts and not states[position] and not states[parts[-1][-1]]
+        mergeable = parts and not apart and not states[position] and not states[parts[-1][-1]]
         if mergeable and not _between(lane, parts[-1][-1], position):
             parts[-1].append(position)
         else:
@@ -241,6 +278,7 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
     def zero_grad(set_to_none: bool = True) -> None:
         found = reference()
         assert found is not None
+        _end_failed_step(found)
         type(found).zero_grad(found, set_to_none)
         for run in _runs_of(found):
             if set_to_none:
@@ -274,77 +312,11 @@ def _prefer_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
-# ---- probe -------------------------------------------------------------------------------------------------
-
-_PROBED: dict[Any, str | None] = {}
-
-
-def _refuse_whole_matrix(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    why = probe(optimizer, group)
-    if why is not None:
-        raise ValueError(
-            f"The optimizer {type(optimizer).__name__} {why}, but at this stage each rank holds some rows of each "
-            "parameter. Use stage 0, or an optimizer that treats each element by itself (AdamW, SGD, Lion, ...). If it "
-            f"does, say so with `{type(optimizer).__name__}.elementwise = True`."
-        )
-
-
-def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Return why an optimizer can't step flat pieces, or None if it can. Cached by class and options."""
-    declared = getattr(optimizer, "elementwise", None)
-    if declared is not None:
-        return None if declared else "says that it needs whole matrices"
-    options = _constructor_options(optimizer, group)
-    key = (type(optimizer), tuple(sorted((k, repr(v)) for k, v in options.items() if k not in ("lr", "initial_lr"))))
-    if key not in _PROBED:
-        _PROBED[key] = _probe(type(optimizer), options)
-    return _PROBED[key]
-
-
-def _constructor_options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that the optimizer's constructor takes; those that choose a kernel are left out."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    known = {key for key in optimizer.defaults if anything or key in accepted}
-    return {k: v for k, v in group.items() if k in known and k not in ("fused", "foreach", "capturable")}
-
-
-@torch.enable_grad()
-def _probe(kind: type[Optimizer], options: dict[str, Any]) -> str | None:
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(6, 8, generator=generator, dtype=torch.float64).float()
-    grads = [torch.randn(6, 8, generator=generator, dtype=torch.float64).float() for _ in range(3)]
-    try:
-        whole = _stepped(kind, options, value, grads, pieces=1)
-        flat = _stepped(kind, options, value, grads, pieces=3)
-    except Exception as problem:
-        return f"could not be tried on small tensors ({type(problem).__name__}: {problem})"
-    return None if torch.allclose(whole, flat, rtol=1e-5, atol=1e-7) else "needs whole matrices"
-
-
-def _stepped(
-    kind: type[Optimizer], options: dict[str, Any], value: torch.Tensor, grads: list[torch.Tensor], pieces: int
-) -> torch.Tensor:
-    """Return `value` after a few steps, held whole as a matrix or as flat pieces."""
-
-    def cut(tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor.clone()] if pieces == 1 else [t.clone().reshape(-1) for t in tensor.chunk(pieces)]
-
-    parameters = [nn.Parameter(piece) for piece in cut(value)]
-    optimizer = kind(parameters, **options)  # type: ignore[call-arg]
-    _ADOPTED[optimizer] = _Adopted(pieces, _adoption())
-    for grad in grads:
-        for parameter, piece in zip(parameters, cut(grad), strict=True):
-            parameter.grad = piece
-        optimizer.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-
-
 # ---- global hooks ------------------------------------------------------------------------------------------
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not ENGINES:
+    if not ENGINES or optimizer in TRIALS:
         return
     bring_up_to_date(optimizer)
     for engine in ENGINES:
@@ -355,6 +327,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         known.stepped = True
         for device in {engine.mesh.device for engine in engines_of(optimizer)}:
             give_back_unused(device)
+    owned = [run for run in _runs_of(optimizer) if run.owner is not None]
+    if owned:
+        _refuse_closure(optimizer, args, kwargs)
+        with torch.no_grad():
+            known.loans = lend_whole(owned)
+
+
+def _refuse_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
+        raise ValueError(
+            f"{type(optimizer).__name__}.step(closure): whole parameters are brought together before the closure would "
+            "make their gradients; call the closure yourself, then step() without it."
+        )
 
 
 def bring_up_to_date(optimizer: Optimizer) -> None:
@@ -366,6 +351,7 @@ def bring_up_to_date(optimizer: Optimizer) -> None:
             f"This {type(optimizer).__name__} no longer steps anything: another optimizer that was prepared (or "
             "stepped) after it has the same sharded parameters. Use the last one."
         )
+    _end_failed_step(optimizer)
     if known is None or known.adoption != _adoption() or known.count != count:
         adopt_optimizer(optimizer)
     for engine in list(ENGINES):
@@ -374,9 +360,29 @@ def bring_up_to_date(optimizer: Optimizer) -> None:
     _ADOPTED[optimizer].count = sum(len(group["params"]) for group in optimizer.param_groups)
 
 
+def _end_failed_step(optimizer: Optimizer) -> None:
+    """Let the runs show rows again, where a step raised while they showed whole parameters."""
+    known = _ADOPTED.get(optimizer)
+    if known is not None:
+        for loan in known.loans:
+            loan.abandon()
+        known.loans = []
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = _ADOPTED.get(optimizer)
+    if known is not None:
+        with torch.no_grad():
+            for loan in known.loans:
+                loan.give_back()
+        known.loans = []
     for engine in engines_of(optimizer):
         engine.masters_changed()
+
+
+def has_owners(optimizer: Optimizer) -> bool:
+    """Say whether each parameter is stepped whole, on one rank; the same on every rank."""
+    return any(run.owner is not None for run in _runs_of(optimizer))
 
 
 def engines_of(optimizer: Optimizer) -> list[Engine]:

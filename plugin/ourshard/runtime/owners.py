@@ -1,0 +1,172 @@
+"""Optimizers that need whole matrices: each parameter is stepped whole, on one rank of its shard group.
+
+Note [Owners]
+-------------
+Between steps nothing differs from Note [Runs] in optim.py: the groups hold this rank's rows, and norms, clipping and
+loss scaling see the rows of gradients. Only, each parameter is a run of its own, and has an owner, chosen by bytes.
+Before a step, one uneven all-to-all a lane brings the rows of master and gradient to the owners; there the run shows
+the whole parameter and gradient for the time of the step, and the other ranks show no gradient, so that the optimizer
+skips it. After the step a second all-to-all takes the changed rows back. State is whole, and lives with the owner.
+
+A rank sends 2 b (the rows of masters and gradients, of b bytes, that it does not own) there, and gets b back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.ledger import Kind
+
+if TYPE_CHECKING:
+    from ourshard.runtime.optim import Run
+
+
+def assign_owners(runs: Sequence[Run]) -> None:
+    """Give each run that has none an owner: the largest first, to the rank that owns the fewest bytes.
+
+    All ranks come to the same result, whatever rows they hold. Ranks count within the shard axis.
+    """
+    loads: dict[Engine, list[int]] = {}
+    for run in runs:
+        owned = loads.setdefault(run.lane.unit.engine, [0] * run.lane.axis.size)
+        if run.owner is not None:
+            owned[run.owner] += _whole_nbytes(run)
+    for run in sorted((run for run in runs if run.owner is None), key=_size_then_place):
+        owned = loads[run.lane.unit.engine]
+        run.owner = owned.index(min(owned))
+        owned[run.owner] += _whole_nbytes(run)
+
+
+def _whole_nbytes(run: Run) -> int:
+    return run.lane.layout.tensors[run.positions[0]].numel * run.lane.store_dtype.itemsize
+
+
+def _size_then_place(run: Run) -> tuple[int, ...]:
+    unit = run.lane.unit
+    return (-_whole_nbytes(run), unit.engine.order, unit.index, unit.lanes.index(run.lane), run.positions[0])
+
+
+def lend_whole(runs: Sequence[Run]) -> list[Loan]:
+    """Let the runs with a gradient show whole parameters on their owners. Collective over the shard axis."""
+    by_lane: dict[Lane, list[Run]] = {}
+    for run in runs:
+        by_lane.setdefault(run.lane, []).append(run)
+    loans = []
+    for lane, several in by_lane.items():
+        lane.forget_released()
+        valid = sorted((run for run in several if lane.valid[run.positions[0]]), key=lambda run: run.positions[0])
+        if valid:
+            loans.append(Loan(lane, valid))
+    return loans
+
+
+class Loan:
+    """The whole parameters of one lane that are with their owners for the time of a step: Note [Owners]."""
+
+    def __init__(self, lane: Lane, runs: list[Run]) -> None:
+        self._lane = lane
+        self._runs = runs
+        self._axis = lane.axis
+        self._rows = [run.parameter.data for run in runs]
+        self._gradients = [run.parameter.grad for run in runs]  # kept: the lane's gradient lives in them
+        mine = [run for run in runs if run.owner == self._axis.rank]
+        received = self._collect()
+        for run in runs:
+            run.parameter.grad = None
+        for run in mine:
+            shape = lane.parameters[run.positions[0]].shape
+            gradient, whole = (torch.cat(pieces).view(shape) for pieces in received[run.positions[0]])
+            run.parameter.data = whole
+            run.parameter.grad = gradient
+        self._mine = mine
+        self._nbytes = sum(_whole_nbytes(run) for run in mine)
+        self._hold(1)
+
+    def _collect(self) -> dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Exchange rows; return, by position, the pieces of gradient and master of what this rank owns, in order."""
+        sent = {owner: list(self._both_rows(owner)) for owner in self._ranks}
+        counts = [2 * self._numel(self._axis.rank, rank) for rank in self._ranks]
+        found: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for rank, flat in enumerate(self._exchange(sent, counts)):
+            start = 0
+            for run in self._owned_by(self._axis.rank):
+                pair = found.setdefault(run.positions[0], ([], []))
+                for pieces in pair:
+                    numel = self._rows_numel(run, rank)
+                    pieces.append(flat[start : start + numel])
+                    start += numel
+        return found
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._axis.size)
+
+    def _both_rows(self, owner: int) -> Iterator[torch.Tensor]:
+        for run, gradient in zip(self._runs, self._gradients, strict=True):
+            if run.owner == owner and run.stop > run.start:
+                assert gradient is not None, "a parameter with a gradient was not handed out"
+                yield gradient
+                yield run.parameter.data
+
+    def give_back(self) -> None:
+        """Take the changed rows back to the ranks that hold them, and let the runs show rows. Collective."""
+        sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
+        for run in self._mine:
+            flat, start = run.parameter.data.reshape(-1), 0
+            for rank in self._ranks:
+                numel = self._rows_numel(run, rank)
+                sent[rank].append(flat[start : start + numel])
+                start += numel
+        self.abandon()
+        counts = [self._numel(owner, self._axis.rank) for owner in self._ranks]
+        for owner, flat in enumerate(self._exchange(sent, counts)):
+            start = 0
+            for run in self._owned_by(owner):
+                numel = self._rows_numel(run, self._axis.rank)
+                if numel:
+                    run.parameter.data.copy_(flat[start : start + numel])
+                start += numel
+
+    def abandon(self) -> None:
+        """Let the runs show this rank's rows again, as they were before the step. Local."""
+        for run, rows, gradient in zip(self._runs, self._rows, self._gradients, strict=True):
+            run.parameter.grad = None
+            run.parameter.data = rows
+            run.parameter.grad = gradient
+        self._hold(-1)
+
+    def _owned_by(self, owner: int) -> list[Run]:
+        return [run for run in self._runs if run.owner == owner]
+
+    def _rows_numel(self, run: Run, rank: int) -> int:
+        position = run.positions[0]
+        layout = self._lane.layout
+        return layout.rows_on(position, rank).numel(layout.tensors[position].granule)
+
+    def _numel(self, owner: int, rank: int) -> int:
+        """Count the elements on `rank` of what `owner` owns."""
+        return sum(self._rows_numel(run, rank) for run in self._owned_by(owner))
+
+    def _exchange(self, sent: dict[int, list[torch.Tensor]], counts: list[int]) -> Sequence[torch.Tensor]:
+        """Send each rank its tensors; return, by rank, `counts` elements from each, where the master is."""
+        lane = self._lane
+        lengths = [sum(tensor.numel() for tensor in sent[rank]) for rank in self._ranks]
+        leaving = torch.empty(sum(lengths), dtype=lane.store_dtype, device=lane.device)
+        tensors = [tensor for rank in self._ranks for tensor in sent[rank]]
+        for place, tensor in zip(leaving.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+            place.copy_(tensor)
+        collectives = lane.unit.engine.collectives
+        received = collectives.exchange(leaving, lengths, counts, self._axis, f"step of {lane.unit.label}")
+        return received.to(lane.master.device).split(counts)
+
+    def _hold(self, sign: int) -> None:
+        ledger = self._lane.unit.engine.ledger
+        if ledger is not None:
+            host = self._lane.offloaded
+            ledger.hold(Kind.HOST if host else Kind.MASTER, sign * self._nbytes)
+            ledger.hold(Kind.HOST if host else Kind.GRADIENT, sign * self._nbytes)

@@ -1,0 +1,257 @@
+"""Optimizers that need whole matrices give the single-process answer on sharded masters (X08)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.nets import toy
+from tests.ranks.pairs import Pair, joined, pair
+from tests.ranks.training import TOY
+
+pytestmark = pytest.mark.ranks
+
+WORLDS = pytest.mark.parametrize("world", [2, 4])
+EVERY = pytest.mark.parametrize("config", TOY.values(), ids=TOY.keys())
+
+
+class Layered(torch.optim.Optimizer):
+    """Momentum scaled by the norms of weight and update of each parameter, as LAMB scales."""
+
+    elementwise = False
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["sum"] = state.get("sum", torch.zeros_like(p)) * 0.9 + p.grad
+                    trust = (p.norm() + 1e-3) / (state["sum"].norm() + 1e-3)
+                    p.sub_(state["sum"] * trust * group["lr"])
+
+
+class Global(Layered):
+    """Scales by the norm of all gradients: needs all parameters at once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.sub_(p.grad / norm * 0.02)
+
+
+def adafactor(relative: bool) -> Callable[[Any], torch.optim.Optimizer]:
+    from transformers.optimization import Adafactor
+
+    if relative:
+        return lambda ps: Adafactor(ps, relative_step=True, scale_parameter=True, warmup_init=False, lr=None)
+    return lambda ps: Adafactor(ps, lr=1e-2, relative_step=False, scale_parameter=True, beta1=0.9)
+
+
+def maker(kind: str) -> Callable[[Any], torch.optim.Optimizer]:
+    if kind.startswith("transformers"):
+        return adafactor(kind.endswith("relative"))
+    if kind == "Adafactor":
+        return lambda ps: torch.optim.Adafactor(ps, lr=1e-2)
+    return Layered
+
+
+KINDS = ["Adafactor", "transformers", "transformers relative", "Layered"]
+
+
+def each_kind(config: dict[str, Any]) -> None:
+    for kind in KINDS:
+        both = pair(config, toy, maker(kind))
+        both.train(4)
+        try:
+            both.assert_same(5e-6)
+        except AssertionError as error:
+            raise AssertionError(f"{kind}: {error}") from error
+
+
+@WORLDS
+@EVERY
+def test_optimizers_of_whole_matrices_give_the_answer_of_one_process(ranks, world, config):
+    ranks(world)(each_kind, config, timeout=120)
+
+
+class Both:
+    """Muon for matrices and AdamW for the rest, as one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        self.muon = torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+        self.adamw = torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=1e-3, eps=1e-4)
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+
+def muon_and_adamw(config: dict[str, Any]) -> None:
+    from ourshard import shard_model
+
+    plain, sharded = toy(), shard_model(toy(), config)
+    both = Pair(plain, sharded, Both(plain), Both(sharded))  # type: ignore[arg-type]
+    both.train(3)
+    both.assert_same(1e-3)  # Muon orthogonalizes in bf16, which makes 1e-2 of one rounding in its input
+
+
+@WORLDS
+@EVERY
+def test_muon_for_matrices_beside_adamw_for_the_rest(ranks, world, config):
+    ranks(world)(muon_and_adamw, config)
+
+
+def owned(kind: str) -> tuple[list[int], int, dict[str, int], dict[str, int]]:
+    """Return the bytes each rank owns, the largest parameter, and the bytes sent in a step: counted, and by formula."""
+    both = pair({"stage": 2, "persist_below": 0, "ledger": True}, toy, maker(kind))
+    both.train(1)
+    engine = both.engine
+    rank, size = engine.mesh.shard.rank, engine.mesh.shard.size
+    loads, largest, there, back = [0] * size, 0, 0, 0
+    for lane in engine.lanes():
+        for run in lane.runs:
+            (position,) = run.positions
+            tensor = lane.layout.tensors[position]
+            nbytes = tensor.numel * lane.store_dtype.itemsize
+            loads[run.owner] += nbytes
+            largest = max(largest, nbytes)
+            mine = lane.rows(position).numel(tensor.granule) * lane.store_dtype.itemsize
+            there += 2 * mine * (run.owner != rank)
+            back += (nbytes - mine) * (run.owner == rank)
+    both.zero_grad()
+    both.backward(joined(1))
+    engine.ledger.reset()
+    both.step()
+    return loads, largest, dict(engine.ledger.wire), {"exchange/shard": there + back}
+
+
+@WORLDS
+def test_owners_are_balanced_and_the_bytes_exchanged_are_as_the_formula_says(ranks, world):
+    told = ranks(world)(owned, "Adafactor")
+    for loads, largest, _, _ in told:
+        assert loads == told[0][0]
+        assert max(loads) - min(loads) <= largest
+    for _, _, counted, wanted in told:
+        moved = {name: nbytes for name, nbytes in counted.items() if name.startswith("exchange")}
+        assert moved == wanted
+        assert wanted["exchange/shard"] > 0
+
+
+def clipped_and_partly_used(config: dict[str, Any]) -> None:
+    """Clip, keep gradients over a step, drop some, and set a rate from outside."""
+    from ourshard import clip_grad_norm_
+
+    both = pair(config, toy, maker("Adafactor"))
+    for number in range(3):
+        both.zero_grad()
+        both.backward(joined(number))
+        wanted = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.1)
+        torch.testing.assert_close(clip_grad_norm_(both.sharded, 0.1), wanted, atol=1e-6, rtol=1e-5)
+        for model in (both.plain, both.sharded):
+            if number == 1:
+                next(model.parameters()).grad = None
+        for optimizer in (both.plain_optimizer, both.optimizer):
+            optimizer.param_groups[0]["lr"] = 0.01 / (number + 1)
+        both.step()
+        both.assert_same_gradients(1e-5)
+    both.step()  # the same gradients again
+    both.assert_same(5e-6)
+
+
+@EVERY
+def test_clipping_dropped_gradients_and_rates_act_as_in_one_process(ranks, config):
+    ranks(2)(clipped_and_partly_used, config)
+
+
+def after_a_failed_step(config: dict[str, Any]) -> None:
+    both = pair(config, toy, maker("Layered"))
+    both.train(1)
+    both.zero_grad()
+    both.backward(joined(1))
+    both.optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(TypeError):
+        both.optimizer.step()
+    both.optimizer.param_groups[0]["lr"] = 0.02
+    both.optimizer.zero_grad()
+    both.plain_optimizer.zero_grad()
+    both.train(2, first=2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_raised_leaves_the_optimizer_usable(ranks, stage):
+    ranks(2)(after_a_failed_step, {"stage": stage, "persist_below": 0})
+
+
+def refused(kind: str) -> str:
+    both = pair({"stage": 2, "persist_below": 0}, toy, Global if kind == "Global" else maker("Layered"))
+    try:
+        both.backward(joined(0))
+        both.optimizer.step(lambda: None) if kind == "closure" else both.optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_needs_all_parameters_at_once_is_refused(ranks):
+    assert all("steps a parameter by what others have" in told for told in ranks(2)(refused, "Global"))
+    assert all("step(closure)" in told for told in ranks(2)(refused, "closure"))
+
+
+def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> None:
+    """Train two steps from a saved state, if there is one, and save; compare with one process that never stopped."""
+    from ourshard.integrations import optimizer_state
+
+    both = pair(config, toy, maker(kind))
+    both.plain_optimizer.zero_grad()
+    file = Path(path)
+    if file.exists():
+        weights, plain, saved = torch.load(file, weights_only=False)
+        both.plain.load_state_dict(weights)
+        both.engine.load_full_state_dict(weights)
+        both.plain_optimizer.load_state_dict(plain)
+        optimizer_state.restore(both.optimizer, [both.engine], _adopted(both, saved), file)
+    both.train(2, first=first)
+    both.assert_same(5e-6)
+    saved = optimizer_state.gather(both.optimizer, [both.engine])
+    names = [name for name, _ in both.plain.named_parameters()]
+    for number, wanted in both.plain_optimizer.state_dict()["state"].items():
+        got = saved["state"][f"0/{names[number]}"]
+        assert set(got) == set(wanted)
+        for key, value in wanted.items():
+            torch.testing.assert_close(torch.as_tensor(got[key]), torch.as_tensor(value), atol=1e-5, rtol=1e-4)
+    torch.distributed.barrier()
+    if both.engine.mesh.world.rank == 0:
+        torch.save((both.plain.state_dict(), both.plain_optimizer.state_dict(), saved), file)
+    torch.distributed.barrier()
+
+
+def _adopted(both: Pair, saved: dict[str, Any]) -> dict[str, Any]:
+    from ourshard import adopt_optimizer
+
+    adopt_optimizer(both.optimizer)
+    return saved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_is_saved_whole_and_loads_on_another_world_and_stage(ranks, kind, tmp_path):
+    file = str(tmp_path / "state")
+    ranks(2)(whole_state, {"stage": 3, "persist_below": 0}, kind, file, 0)
+    ranks(4)(whole_state, {"stage": 1, "persist_below": 0}, kind, file, 2)
+    ranks(2)(whole_state, {"stage": 0}, kind, file, 4)
+    ranks(2)(whole_state, {"stage": 2, "persist_below": 100}, kind, file, 6)
