@@ -17,6 +17,7 @@ from tests.ranks.training import TOY
 pytestmark = pytest.mark.ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
+OFTEN_TWO = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 EVERY = pytest.mark.parametrize("config", TOY.values(), ids=TOY.keys())
 
 
@@ -79,10 +80,17 @@ def each_kind(config: dict[str, Any]) -> None:
             raise AssertionError(f"{kind}: {error}") from error
 
 
-@WORLDS
+@OFTEN_TWO
 @EVERY
 def test_optimizers_of_whole_matrices_give_the_answer_of_one_process(ranks, world, config):
     ranks(world)(each_kind, config, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "more", [{"shard_size": 2}, {"offload": {"optimizer": "cpu"}}, {"accumulate": "deferred"}], ids=str
+)
+def test_replicas_hosts_and_deferred_reductions_change_nothing(ranks, more):
+    ranks(4)(each_kind, {"stage": 3, "persist_below": 0, **more}, timeout=120)
 
 
 class Both:
@@ -111,7 +119,7 @@ def muon_and_adamw(config: dict[str, Any]) -> None:
     both.assert_same(1e-3)  # Muon orthogonalizes in bf16, which makes 1e-2 of one rounding in its input
 
 
-@WORLDS
+@OFTEN_TWO
 @EVERY
 def test_muon_for_matrices_beside_adamw_for_the_rest(ranks, world, config):
     ranks(world)(muon_and_adamw, config)
@@ -211,6 +219,26 @@ def refused(kind: str) -> str:
 def test_what_needs_all_parameters_at_once_is_refused(ranks):
     assert all("steps a parameter by what others have" in told for told in ranks(2)(refused, "Global"))
     assert all("step(closure)" in told for told in ranks(2)(refused, "closure"))
+
+
+def save_sharded(folder: str) -> str:
+    from ourshard.checkpoint import running
+
+    both = pair({"stage": 3, "persist_below": 0}, toy, maker("Adafactor"))
+    both.train(1)
+    running.save(both.sharded, None, Path(folder) / "weights")
+    try:
+        running.save(both.sharded, both.optimizer, Path(folder) / "all")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_sharded_format_refuses_the_state_and_says_what_to_do(ranks, tmp_path):
+    for told in ranks(2)(save_sharded, str(tmp_path)):
+        assert "Adafactor" in told
+        assert "checkpoint.format to full" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> None:
