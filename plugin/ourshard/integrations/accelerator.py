@@ -21,6 +21,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
 from ourshard.integrations import ending, models
+from ourshard.integrations.advising import advised
 from ourshard.integrations.arguments import take_plugin
 from ourshard.integrations.joining import JoiningMixin
 from ourshard.integrations.optimizer import ShardOptimizer, unscale_once, with_sharding
@@ -139,6 +140,11 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
             yield
         finally:
             engine.sync_backward = before
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward; an out-of-memory error says what would fit, and the model can be used again."""
+        with advised(in_backward=True):
+            super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide the gradients by the loss scale, once a step, so that clipping model after model works."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ourshard.config import ShardConfig
+from ourshard.integrations.advising import watch_forward
 from ourshard.runtime import api
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
@@ -68,6 +69,7 @@ def shard_once(model: nn.Module, config: ShardConfig, accelerator: Any) -> None:
         api.shard_model(module, config, device=accelerator.device, cast_small=not accelerator.native_amp)
         engine = api.engine_of(module)
         _step_together_in_generate(module)
+        watch_forward(module)
         if engine is not None and accelerator.is_main_process:
             print(engine.summary(), file=sys.stderr, flush=True)
         return

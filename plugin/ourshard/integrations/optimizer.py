@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from ourshard.integrations.advising import advised
 from ourshard.runtime import api
 from ourshard.runtime.engine import ENGINES
 
@@ -39,7 +40,8 @@ class ShardOptimizer(AcceleratedOptimizer):
             # A fused optimizer would be called on overflow too, and skip inside, so that accelerate saw no skipped step
             # and moved the schedule on. Costs one look at the overflow flag, as with optimizers that are not fused.
             self.optimizer._step_supports_amp_scaling = False
-        super().step(closure)
+        with advised():
+            super().step(closure)
 
 
 def with_sharding(

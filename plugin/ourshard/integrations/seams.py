@@ -33,6 +33,7 @@ ACCELERATOR = {
     ),
     "prepare_model": ("model", "device_placement", "evaluation_mode"),
     "prepare_optimizer": ("optimizer", "device_placement"),
+    "backward": ("loss",),
     "no_sync": ("model",),
     "trigger_sync_in_backward": ("model",),
     "join_uneven_inputs": ("joinables", "even_batches"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ourshard.config import Accumulate, ShardConfig
@@ -135,16 +136,25 @@ def missing_bytes(message: str) -> int:
     return int(float(match.group(1)) * unit)
 
 
-def add_advice(error: BaseException, model: nn.Module) -> None:
-    """Add `explain` to an out-of-memory error of a sharded model; its type and message stay, for who catches it."""
-    import torch
+_ADVISED = "_has_advice"  # on an error that has some
 
+
+def add_advice(error: BaseException, model: nn.Module) -> None:
+    """Add `explain` to an out-of-memory error of a sharded model, once; its type stays, for who catches it.
+
+    Before Python 3.11 exceptions have no notes: there the text is added to the message, behind what torch said.
+    """
     from ourshard.runtime.api import engine_of
 
     engine = engine_of(model)
-    if engine is None or not isinstance(error, torch.OutOfMemoryError) or not hasattr(error, "add_note"):
+    if engine is None or not isinstance(error, torch.OutOfMemoryError) or _ADVISED in vars(error):
         return
     mesh = MeshSizes(engine.mesh.shard.size, engine.mesh.replicate.size)
-    allocated = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    missing = missing_bytes(str(error))
-    error.add_note(explain(model, engine.config, mesh, allocated=allocated, missing=missing))
+    # The most, since what failed is over: activations that led to the error may be gone.
+    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    note = explain(model, engine.config, mesh, allocated=allocated, missing=missing_bytes(str(error)))
+    setattr(error, _ADVISED, True)
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}",)
