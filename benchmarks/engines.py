@@ -206,6 +206,17 @@ def megatron_fsdp(model: nn.Module, work: Work, phases: Phases) -> Step:
     return _plain_step(sharded, optimizer, phases, lambda: nn.utils.clip_grad_norm_(sharded.parameters(), CLIP))
 
 
+def rank_of_absent_world() -> Any:
+    """Return the mesh of rank 0 in a world whose other ranks do not exist: torch's fake process group."""
+    from ourshard.runtime.mesh import Axis, Mesh
+
+    group, size = dist.group.WORLD, dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return Mesh(
+        Axis("shard", size, 0, group), Axis("replicate", 1, 0, None), Axis("world", size, 0, group), None, device
+    )
+
+
 def _ourshard(**options: Any) -> Callable[[nn.Module, Work, Phases], Step]:
     def build(model: nn.Module, work: Work, phases: Phases) -> Step:
         from ourshard.config import ShardConfig
@@ -220,7 +231,8 @@ def _ourshard(**options: Any) -> Callable[[nn.Module, Work, Phases], Step]:
                 "ledger": bool(os.environ.get("LEDGER")),
             }
         )
-        shard_model(model, config)
+        mesh = rank_of_absent_world() if dist.get_backend() == "fake" else None
+        shard_model(model, config, mesh=mesh)
         optimizer = adamw(model.parameters())
         return _plain_step(model, optimizer, phases, lambda: clip_grad_norm_(model, CLIP))
 

@@ -16,10 +16,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from engines import adamw, loss_of
+from engines import adamw, loss_of, rank_of_absent_world
 from ourshard.config import ShardConfig
 from ourshard.runtime.api import clip_grad_norm_, engine_of, shard_model
-from ourshard.runtime.mesh import Axis, Mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from works import Work
 
@@ -49,7 +48,7 @@ def step_time(work: Work, stage: int | None, options: argparse.Namespace) -> flo
     model = work.build()
     if stage is not None:
         config = ShardConfig.from_dict({"stage": stage, "persist_below": 0, "wrap": {"merge": options.merge}})
-        shard_model(model, config, mesh=pair())
+        shard_model(model, config, mesh=rank_of_absent_world())
         engine = engine_of(model)
         assert engine is not None
     optimizer = adamw(model.parameters())
@@ -78,14 +77,6 @@ def step_time(work: Work, stage: int | None, options: argparse.Namespace) -> flo
         profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     return statistics.median(times)
-
-
-def pair() -> Mesh:
-    """Return a mesh of two ranks whose other rank does not exist."""
-    world = dist.group.WORLD
-    return Mesh(
-        Axis("shard", 2, 0, world), Axis("replicate", 1, 0, None), Axis("world", 2, 0, world), None, torch.device("cpu")
-    )
 
 
 if __name__ == "__main__":

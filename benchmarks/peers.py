@@ -4,6 +4,9 @@
 
 Each (engine, work) is its own set of processes, one a GPU. Peers that are not installed are skipped by name. Results
 go to `--out` as JSON lines and to the terminal as a table with ratios.
+
+With `--gpus 1 --absent 1` one GPU plays rank 0 of two under torch's fake process group: nothing goes over a wire and
+losses mean nothing; what counts is the time that the host takes to issue a step.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", default=["llama-1b"])
     parser.add_argument("--engines", nargs="+", default=["limit", "ddp", "fsdp2", "ourshard3", "ourshard1"])
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--absent", type=int, default=0, help="ranks that do not exist (with --gpus 1): host rows only")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--threads", type=int, default=4, help="of a rank; 16 for works with the optimizer on the host")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one engine on one work")
@@ -57,6 +61,8 @@ def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] |
             return None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"]
     command += [str(HERE / "run_one.py"), "--engine", engine, "--work", work, "--steps", str(options.steps)]
+    if options.absent:
+        command += ["--absent", str(options.absent)]
     if options.profile:
         command += ["--profile", str(options.out.with_name(f"{work}.{engine}.txt"))]
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "TORCH_NCCL_CUDA_EVENT_CACHE": "1"}
@@ -93,7 +99,8 @@ def show(results: list[dict[str, Any]]) -> None:
     for work in dict.fromkeys(r["work"] for r in results):
         rows = [r for r in results if r["work"] == work]
         step = {r["engine"]: r["step_ms"] for r in rows}
-        table = Table(title=f"{work}, {rows[0]['world']} x {rows[0]['card']}, torch {rows[0]['torch']}")
+        world = f"{rows[0]['world']} ranks ({rows[0]['absent']} absent)"
+        table = Table(title=f"{work}, {world}, {rows[0]['card']}, torch {rows[0]['torch']}")
         heads = [
             "engine",
             "step ms",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engines import ENGINES, Phases, Step
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from works import WORKS
 
 
@@ -25,11 +26,15 @@ def main() -> None:
     parser.add_argument("--work", required=True, choices=sorted(WORKS))
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--absent", type=int, default=0, help="ranks that do not exist: collectives return at once")
     parser.add_argument("--profile", default="", help="write a table of kernel time by group to this file")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)  # gloo: norms of gradients on the host
+    if options.absent:
+        dist.init_process_group("fake", rank=0, world_size=1 + options.absent, store=FakeStore())
+    else:
+        dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)  # gloo: norms of gradients on the host
     result = measure(options, device)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
@@ -74,6 +79,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "loss": total.item() / dist.get_world_size(),
         "tflops": work.flops / figures["step_ms"] / 1e9,
         "world": dist.get_world_size(),
+        "absent": options.absent,
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }

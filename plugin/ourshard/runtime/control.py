@@ -159,6 +159,8 @@ class Control:
 
         Collective over all ranks.
         """
+        if self.group is None:
+            return [wish]
         self.agreements += 1
         said = self._exchange(wish, waiting=f"{prefix}next turn")
         if not all(text.startswith(prefix) for text in said):
@@ -168,6 +170,8 @@ class Control:
     def declare(self, label: str) -> None:
         """Tell the other ranks what this one begins, without waiting for them; `confirm` compares."""
         assert self._declared is None, self._declared
+        if self.group is None:
+            return
         self._declared = _Exchange(label, self.world, self.group)
 
     def confirm(self) -> None:
