@@ -253,8 +253,9 @@ def test_ctrl_c_stops_a_conversion_within_seconds_and_the_same_command_goes_on(t
     ]
     slow = textwrap.dedent(
         """
-        import os, sys, time
+        import os, signal, sys, time
         from ourshard import cli
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
         from ourshard.checkpoint.huggingface import SafetensorsSource
         read = SafetensorsSource.read_run_into
         def slowly(self, *arguments):
