@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.nets import toy
+from tests.ranks.nets import numbers, toy
 from tests.ranks.pairs import Pair, joined, pair
 from tests.ranks.training import TOY
 
@@ -221,24 +221,51 @@ def test_what_needs_all_parameters_at_once_is_refused(ranks):
     assert all("step(closure)" in told for told in ranks(2)(refused, "closure"))
 
 
-def save_sharded(folder: str) -> str:
+def save_or_load(config: dict[str, Any], folder: str, first: int) -> None:
+    """Load a sharded checkpoint, if there is one, train two steps and save; one process never stops."""
     from ourshard.checkpoint import running
+    from ourshard.checkpoint.background import wait_for_save
 
-    both = pair({"stage": 3, "persist_below": 0}, toy, maker("Adafactor"))
-    both.train(1)
-    running.save(both.sharded, None, Path(folder) / "weights")
-    try:
-        running.save(both.sharded, both.optimizer, Path(folder) / "all")
-    except ValueError as error:
-        return str(error)
-    return ""
+    for kind in ("Adafactor", "transformers"):
+        both, path = pair(config, toy, maker(kind)), Path(folder) / kind
+        _train(both, 0, first)
+        if first:
+            both = Pair(both.plain, *_fresh(config, kind, both.plain_optimizer))
+            running.load(both.sharded, both.optimizer, path)
+            both.assert_same(1e-5)
+        _train(both, first, first + 2)
+        both.assert_same(1e-5)
+        running.save(both.sharded, both.optimizer, path, replace=True)
+        wait_for_save()
 
 
-def test_the_sharded_format_refuses_the_state_and_says_what_to_do(ranks, tmp_path):
-    for told in ranks(2)(save_sharded, str(tmp_path)):
-        assert "Adafactor" in told
-        assert "checkpoint.format to full" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+def _train(both: Pair, start: int, stop: int) -> None:
+    """Step on batches of eight rows, whatever the world."""
+    for number in range(start, stop):
+        both.zero_grad()
+        both.backward(numbers(number, 8))
+        both.step()
+
+
+def _fresh(config: dict[str, Any], kind: str, plain: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
+    """Return another sharded model, of other weights, with the plain optimizer and a new one."""
+    from ourshard import shard_model
+
+    model = toy()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    sharded = shard_model(model, config)
+    return sharded, plain, maker(kind)(sharded.parameters())
+
+
+def test_the_sharded_format_loads_on_another_world_and_stage(ranks, tmp_path):
+    folder = str(tmp_path)
+    late = {"checkpoint": {"asynchronous": True}}
+    ranks(2)(save_or_load, {"stage": 3, "persist_below": 0, **late}, folder, 0)
+    ranks(4)(save_or_load, {"stage": 1, "persist_below": 0, "shard_size": 2}, folder, 2)
+    ranks(2)(save_or_load, {"stage": 0}, folder, 4)
+    ranks(2)(save_or_load, {"stage": 2, "persist_below": 100}, folder, 6)
 
 
 def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> None:

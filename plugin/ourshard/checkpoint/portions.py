@@ -39,6 +39,7 @@ class Portion:
     whole: bool  # every rank holds the parameter whole
     stepped: torch.Tensor  # what stands for it in an optimizer's groups
     offset: int  # of these elements in `stepped`, flattened
+    owner: bool | None = None  # one rank steps it whole and has all of its state: this one or not; None: no such rank
 
     @property
     def numel(self) -> int:
@@ -97,6 +98,7 @@ def _of_lane(number: int, lane: Lane) -> Iterator[Portion]:
             whole=lane.placement.whole,
             stepped=run.parameter if run is not None else lane.resting[position],
             offset=_offset(run, rows) if run is not None else 0,
+            owner=run.owner == lane.axis.rank if run is not None and run.owner is not None else None,
         )
 
 

@@ -102,6 +102,7 @@ def save(
             boxes, found, staged = _take(engine, _optimizers(optimizer), client_state or {}, copied=background)
             if not background:
                 writer.write(boxes)
+        found = _with_state_of_owners(engine, _optimizers(optimizer), found)
         if not background:
             with together(engine, f"save: committing {final.name}"):
                 if lead:
@@ -119,6 +120,14 @@ def save(
         BACKGROUND.start(
             engine, final.name, write=write, publish=publish, abandon=lambda: commit.abandon(temporary, io)
         )
+
+
+def _with_state_of_owners(engine: Engine, optimizers: Sequence[Optimizer], found: Description) -> Description:
+    """Add what other ranks alone have: state, not of elements, of parameters that they step whole. Collective."""
+    if not any(has_owners(optimizer) for optimizer in optimizers):
+        return found
+    told: list[Any] = engine.control.gather_objects(found.param_state, "save: the state of whole parameters")
+    return dataclasses.replace(found, param_state=stepping.join_rest(told))
 
 
 def skips(engine: Engine) -> bool:
@@ -168,11 +177,6 @@ def _optimizers(given: Any) -> list[Optimizer]:
     found: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer) for optimizer in several]
     for optimizer in found:
         bring_up_to_date(optimizer)
-        if has_owners(optimizer):
-            raise ValueError(
-                f"the state of {type(optimizer).__name__} is whole on one rank for each parameter, and the sharded "
-                "format has values by rows: set checkpoint.format to full, or save and load the model alone."
-            )
     return found
 
 
@@ -183,7 +187,7 @@ def _boxes(
     optimizers: Sequence[Optimizer],
     to_host: ToHost,
 ) -> tuple[Boxes, dict[str, dict[str, Any]]]:
-    """Return what this rank writes, and on rank 0 the state of parameters that is no tensor of elements."""
+    """Return what this rank writes, and the state that is no tensor of elements, on rank 0 or on owners."""
     lead = engine.mesh.world.rank == 0
     boxes: Boxes = {TensorKey(PARAM, p.name): p.boxes(p.values.reshape(-1), to_host) for p in portions if p.writes}
     for buffer in buffers if lead else ():

@@ -51,36 +51,52 @@ def take_state(
     """Add this rank's elements of each state tensor to `boxes`; return by name what is neither element nor scalar.
 
     Scalars, and the rest, are the same on all ranks, since a parameter without elements here is stepped beside others:
-    the rank that has the `lead` gives them.
+    the rank that has the `lead` gives them. What an owner steps whole, it gives alone.
     Raises ValueError for a tensor that has one value neither for each element nor for the whole parameter.
     """
     rest: dict[str, State] = {}
     places = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for portion in portions:
         state = optimizer.state.get(portion.stepped) if id(portion.stepped) in places else None
+        gives = lead if portion.owner is None else portion.writes
         for key, value in (state or {}).items():
             if key in (PARAM, BUFFER) or key.startswith(EXTRA_PREFIX):
                 raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}, which a checkpoint uses")
-            if _is_elementwise(value, portion):
+            if portion.owner is not None and isinstance(value, torch.Tensor) and value.shape == portion.shape:
+                if gives:
+                    whole = to_host(value.detach().contiguous())
+                    boxes[TensorKey(key, portion.name)] = [LocalBox(portion.shape, whole)]
+            elif _is_elementwise(value, portion):
                 if portion.writes:
                     own = value.detach().reshape(-1)[portion.offset :][: portion.numel]
                     boxes.setdefault(TensorKey(key, portion.name), []).extend(portion.boxes(own, to_host))
             elif isinstance(value, torch.Tensor) and not value.shape:
-                if lead:
+                if gives:
                     boxes[TensorKey(key, portion.name)] = [LocalBox((), value.detach().cpu().clone())]
             else:
                 _refuse_parts(optimizer, key, value, portion)
-                if lead:
-                    rest.setdefault(portion.name, {})[key] = value
+                if gives:
+                    rest.setdefault(portion.name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
     return rest
 
 
+def join_rest(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, State]:
+    """Join what `take_state` returned on each rank, where owners have it."""
+    joined: dict[str, State] = {}
+    for told in found:
+        for name, state in told.items():
+            joined.setdefault(name, {}).update(state)
+    return joined
+
+
 def _is_elementwise(value: Any, portion: Portion) -> bool:
+    if portion.owner is not None:
+        return False
     return isinstance(value, torch.Tensor) and value.shape == portion.stepped.shape and value.dim() > 0
 
 
 def _refuse_parts(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
-    if isinstance(value, torch.Tensor) and value.numel() > 1 and not portion.whole:
+    if isinstance(value, torch.Tensor) and value.numel() > 1 and not portion.whole and portion.owner is None:
         raise ValueError(
             f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat part of "
             f"{portion.name!r}: that belongs to this rank's rows alone and can't be saved by name. Use an optimizer "
@@ -198,7 +214,12 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
 def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState, on_device: bool) -> State:
     """Return the state of one stepped tensor, which stands for all of `parts`."""
     first = parts[0]
-    state: State = dict(saved.rest(first.name))
+    if first.owner is False:
+        return {}
+    state: State = {
+        key: value.to(stepped.device, copy=True) if isinstance(value, torch.Tensor) else value
+        for key, value in saved.rest(first.name).items()
+    }
     for key, info in saved.tensors(first.name).items():
         if is_elementwise(info, first):
             state[key] = _elements(key, stepped, parts, saved)
@@ -213,6 +234,8 @@ def _elements(key: str, stepped: torch.Tensor, parts: Sequence[Portion], saved: 
     master = saved.source.tensors[TensorKey(PARAM, saved.names[parts[0].name])]
     follows = infos[0].dtype == master.dtype and stepped.is_floating_point()
     dtype = stepped.dtype if follows else infos[0].dtype
+    if parts[0].owner:
+        return saved.source.read(infos[0].key).to(stepped.device, dtype, copy=True)
     whole = torch.zeros(stepped.shape, dtype=dtype, device=stepped.device)
     for part, info in zip(parts, infos, strict=True):
         flat = whole.view(-1)[part.offset : part.offset + part.numel]
