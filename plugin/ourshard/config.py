@@ -227,6 +227,10 @@ class CheckpointConfig:
         _set(self, "save_dtype", dtype_name(self.save_dtype, "checkpoint.save_dtype"))
         if self.keep is not None:
             _at_least(self.keep, 1, "checkpoint.keep")
+        if self.when_busy is WhenBusy.SKIP and not self.asynchronous:
+            raise ValueError(
+                "checkpoint.when_busy: skip is for saves in the background; set checkpoint.asynchronous, or use wait."
+            )
 
 
 @dataclass(frozen=True, slots=True)

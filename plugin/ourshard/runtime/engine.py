@@ -456,28 +456,10 @@ class Engine:
                     yield tensor
 
     def summary(self) -> str:
-        """Return a few lines for the start of a run: stage, mesh, units, dtypes, bytes a rank."""
-        lanes = list(self.lanes())
-        elements = sum(p.numel for lane in lanes for p in lane.parameters)
-        trainable = sum(p.numel for lane in lanes if lane.trainable for p in lane.parameters)
-        whole = sum(p.numel for lane in lanes if lane.placement.whole for p in lane.parameters)
-        padding = sum(lane.layout.padding for lane in lanes)
-        masters = sum(lane.master.nbytes for lane in lanes)
-        slot = max(
-            (sum(lane.full.nbytes for lane in unit.lanes if lane.placement.params is At.SHARD) for unit in self.units),
-            default=0,
-        )
-        dtypes = sorted({f"{_short(lane.compute_dtype)}/{_short(lane.store_dtype)}" for lane in lanes})
-        mesh, mib, where = self.mesh, 2**20, " on the host" if self.host else ""
-        parts = [
-            f"stage {self.config.stage} over {mesh.describe} on {mesh.device.type}",
-            f"{elements:,} parameters ({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in "
-            f"{len(self.units)} units, {len(lanes)} lanes",
-            f"compute/master dtypes {', '.join(dtypes)}",
-            f"masters {masters / mib:,.1f} MiB a rank{where}, largest slot {slot / mib:,.1f} MiB",
-            f"gradients accumulate {self.config.accumulate.value}",
-        ]
-        return "ourshard: " + "; ".join(parts)
+        """Return a few lines for the start of a run; see `summary.summary`."""
+        from ourshard.runtime.summary import summary
+
+        return summary(self)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -491,7 +473,3 @@ class Engine:
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,137 @@
+"""What a run says of itself at its start: how the model is sharded, and which options have no effect and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ourshard.config import Accumulate, Codec, ShardConfig, Tier, flatten
+from ourshard.runtime.placement import At
+
+if TYPE_CHECKING:
+    from ourshard.runtime.engine import Engine
+    from ourshard.runtime.lane import Lane
+
+_MIB = 2**20
+
+
+def summary(engine: Engine) -> str:
+    """Return a few lines: stage, mesh, units, lanes, dtypes, tiers, bytes a rank, and what is inactive."""
+    lanes = list(engine.lanes())
+    config, mesh = engine.config, engine.mesh
+    parts = [
+        f"stage {config.stage} over {mesh.describe} on {mesh.device.type}",
+        _parameters(engine, lanes),
+        f"compute/reduce/master dtypes {', '.join(sorted({_dtypes(lane) for lane in lanes}))}",
+        _tiers(engine),
+        _memory(engine, lanes),
+        f"gradients accumulate {config.accumulate.value}",
+    ]
+    lines = ["ourshard: " + "; ".join(parts)]
+    lines += [f"ourshard: {key} has no effect: {reason}" for key, reason in inactive(engine).items()]
+    return "\n".join(lines)
+
+
+def _parameters(engine: Engine, lanes: list[Lane]) -> str:
+    elements = sum(p.numel for lane in lanes for p in lane.parameters)
+    trainable = sum(p.numel for lane in lanes if lane.trainable for p in lane.parameters)
+    whole = sum(p.numel for lane in lanes if lane.placement.whole for p in lane.parameters)
+    padding = sum(lane.layout.padding for lane in lanes)
+    sizes = {unit.label: sum(p.numel for lane in unit.lanes for p in lane.parameters) for unit in engine.units}
+    largest = max(sizes, key=lambda label: sizes[label])
+    return (
+        f"{elements:,} parameters ({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in "
+        f"{len(engine.units)} units, {len(lanes)} lanes, the largest unit {largest} with {sizes[largest]:,}"
+    )
+
+
+def _dtypes(lane: Lane) -> str:
+    reduce = _short(lane.reduce_dtype) if lane.trainable else "-"
+    return f"{_short(lane.compute_dtype)}/{reduce}/{_short(lane.store_dtype)}"
+
+
+def _tiers(engine: Engine) -> str:
+    names = {Tier.NONE: "the device", Tier.CPU: "the host", Tier.NVME: "a disk"}
+    offload = engine.config.offload
+    if not offload.active:
+        return "all on the device"
+    return f"masters and optimizer on {names[offload.optimizer]}, parameters on {names[offload.params]}"
+
+
+def _memory(engine: Engine, lanes: list[Lane]) -> str:
+    masters = sum(lane.master.nbytes for lane in lanes)
+    stepped = sum(lane.master.nbytes for lane in lanes if lane.trainable)
+    slot = max(
+        (sum(lane.full.nbytes for lane in unit.lanes if lane.placement.params is At.SHARD) for unit in engine.units),
+        default=0,
+    )
+    return (
+        f"a rank holds masters of {masters / _MIB:,.1f} MiB (AdamW's state is {2 * stepped / _MIB:,.1f} MiB), "
+        f"largest slot {slot / _MIB:,.1f} MiB"
+    )
+
+
+def inactive(engine: Engine) -> dict[str, str]:
+    """Return the keys that were set and change nothing in this run, with the reason."""
+    mine, default = flatten(engine.config.to_dict()), flatten(ShardConfig().to_dict())
+    reasons = [*_without_shards(engine), *_by_stage(engine), *_of_host(engine), *_of_codecs(engine)]
+    return {key: reason for key, reason in reasons if key == "stage" or mine[key] != default[key]}
+
+
+def _is_alone(engine: Engine) -> bool:
+    """Say whether each rank holds a whole copy although the stage would shard it."""
+    return engine.config.stage > 0 and engine.mesh.shard.size == 1 and not engine.config.offload.active
+
+
+def _without_shards(engine: Engine) -> Iterator[tuple[str, str]]:
+    if _is_alone(engine):
+        yield (
+            "stage",
+            f"a copy of the model is on one rank (shard_size or world), so all is whole at {engine.config.stage}",
+        )
+    if engine.mesh.world.size == 1:
+        yield "timeout", "one rank waits for no other"
+    if engine.mesh.replicate.size == 1:
+        yield "shard_optimizer_over", "there is one replica"
+
+
+def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
+    config = engine.config
+    stage = 0 if _is_alone(engine) else config.stage
+    if stage == 0 and config.stage == 0:
+        yield "shard_size", "stage 0 has no shards"
+    if stage < 3:
+        for key in ("reshard_after_forward", "prefetch.forward", "prefetch.backward"):
+            yield key, "parameters stay whole, nothing is gathered in a forward or backward"
+    if stage < 2 and config.accumulate is Accumulate.DEFERRED:
+        yield "accumulate", "whole gradients are reduced when syncing at this stage anyway"
+
+
+def _of_host(engine: Engine) -> Iterator[tuple[str, str]]:
+    if not engine.config.offload.active:
+        yield "offload.pin_memory", "nothing is on the host"
+        yield "offload.optimizer_ratio", "nothing is on the host"
+        return
+    if engine.mesh.device.type != "cuda":
+        yield "offload.pin_memory", "without a GPU nothing is pinned"
+    if not any(lane.offloaded for lane in engine.lanes()):
+        yield "offload.optimizer", "no trainable parameter is as large as persist_below, and small ones stay"
+
+
+def _of_codecs(engine: Engine) -> Iterator[tuple[str, str]]:
+    communication = engine.config.communication
+    if not communication.active:
+        yield "communication.block", "no codec is set"
+        return
+    why = "one rank shares a copy" if engine.mesh.shard.size == 1 else "no parameter has a size and dtype for it"
+    coded = [lane for lane in engine.lanes() if lane.layout.key.coded]  # type: ignore[attr-defined]
+    if communication.weights is not Codec.NONE and not any(lane.placement.params is At.SHARD for lane in coded):
+        yield "communication.weights", why
+    if communication.gradients is not Codec.NONE and not any(lane.trainable for lane in coded):
+        yield "communication.gradients", why
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

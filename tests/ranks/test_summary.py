@@ -1,0 +1,82 @@
+"""The lines at the start of a run: how the model is sharded, and which options have no effect and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ourshard.config import ShardConfig
+from ourshard.runtime.api import engine_of, shard_model
+
+from tests.integrations.tiny import tiny
+
+
+def said(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    from ourshard.runtime.summary import inactive
+
+    engine = engine_of(shard_model(tiny(), config))
+    assert engine is not None
+    return engine.summary(), inactive(engine)
+
+
+@pytest.mark.ranks
+def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -> None:
+    config = {"stage": 3, "precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "offload": {"optimizer": "cpu"}}
+    text, without_effect = ranks(2)(said, config, timeout=60)[0]
+    for words in (
+        "stage 3 over 2 ranks on cpu",
+        "7,040 parameters (7,040 trainable, 474 whole on every rank",
+        "in 3 units, 5 lanes, the largest unit blocks.1 with 4,556",
+        "bfloat16/float32/float32",
+        "masters and optimizer on the host, parameters on the device",
+        "MiB",
+    ):
+        assert words in text
+    assert without_effect == {}
+    assert "\n" not in text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("config", "world", "expected"),
+    [
+        ({"stage": 3}, 1, {"stage"}),
+        ({"stage": 3, "shard_size": 1}, 2, {"stage"}),
+        ({"stage": 0, "shard_size": 1, "timeout": 60.0}, 2, {"shard_size"}),
+        ({"stage": 0, "timeout": 60.0}, 1, {"timeout"}),
+        (
+            {"stage": 2, "reshard_after_forward": False, "prefetch": {"forward": 2}},
+            2,
+            {"reshard_after_forward", "prefetch.forward"},
+        ),
+        ({"stage": 3, "reshard_after_forward": False, "prefetch": {"forward": 2}}, 2, set()),
+        ({"stage": 1, "accumulate": "deferred"}, 2, {"accumulate"}),
+        ({"stage": 2, "accumulate": "deferred"}, 2, set()),
+        (
+            {"stage": 2, "shard_optimizer_over": "all", "communication": {"block": 128}},
+            2,
+            {"shard_optimizer_over", "communication.block"},
+        ),
+        ({"stage": 3, "communication": {"weights": "int8", "block": 128}}, 2, set()),
+        ({"stage": 3, "persist_below": 10**6, "communication": {"weights": "int8"}}, 2, {"communication.weights"}),
+        ({"stage": 3, "persist_below": 10**6, "offload": {"optimizer": "cpu"}}, 2, {"offload.optimizer"}),
+        (
+            {"stage": 3, "offload": {"pin_memory": False, "optimizer_ratio": 0.5}},
+            2,
+            {"offload.pin_memory", "offload.optimizer_ratio"},
+        ),
+    ],
+)
+def test_options_that_change_nothing_are_named_with_the_reason(
+    ranks: Any, config: dict[str, Any], world: int, expected: set[str]
+) -> None:
+    text, without_effect = ranks(world)(said, config, timeout=60)[0]
+    assert set(without_effect) == expected
+    for key, reason in without_effect.items():
+        assert f"ourshard: {key} has no effect: {reason}" in text.splitlines()
+
+
+def test_skipping_a_save_is_refused_where_saves_do_not_run_in_the_background() -> None:
+    with pytest.raises(ValueError, match=r"checkpoint.when_busy: skip is for saves in the background"):
+        ShardConfig.from_dict({"checkpoint": {"when_busy": "skip"}})
+    ShardConfig.from_dict({"checkpoint": {"when_busy": "skip", "asynchronous": True}})
