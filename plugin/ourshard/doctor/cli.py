@@ -46,7 +46,7 @@ command was not understood."""
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
-@app.command(help=_HELP)
+@app.command(help="\n\n".join(" ".join(paragraph.split("\n")) for paragraph in _HELP.split("\n\n")))
 def doctor(
     *,
     processes: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine, one a GPU.")] = 1,
