@@ -90,6 +90,14 @@ def test_a_command_that_can_not_be_understood_ends_with_2(arguments: list[str], 
     assert CliRunner().invoke(app, arguments, env=env).exit_code == 2
 
 
+def test_ranks_that_can_not_join_are_a_problem_and_not_a_hang() -> None:
+    env = {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "nope0"}
+    result = run_cli([*DOCTOR, "--processes", "2", "--json"], env=env, check=False)
+    assert result.returncode == 1, result.stderr
+    (finding,) = json.loads(result.stdout)["findings"]
+    assert "nope0" in finding["text"]
+
+
 def test_help_shows_examples_and_exit_codes() -> None:
     text = CliRunner().invoke(app, ["--help"]).stdout
     assert "accelerate launch" in text

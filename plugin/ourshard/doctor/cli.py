@@ -110,7 +110,7 @@ def _examine_ranks(processes: int, folder: Path) -> Any:
         while not ranks.join():
             pass
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        text = f"rank {error.error_index} ended: {str(error).strip().splitlines()[-1]}"
+        text = f"it ended: {str(error).strip().splitlines()[-1]}"
         fix = "Run it again with NCCL_DEBUG=INFO (or TORCH_CPP_LOG_LEVEL=INFO) and look at what that rank says."
         Console(stderr=True).print(escape(str(error)), highlight=False)
         return Report((Finding("ranks", text, Verdict.PROBLEM, fix, ranks=(error.error_index,)),), processes, 0.0)
