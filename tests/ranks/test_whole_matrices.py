@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.nets import numbers, toy
+from tests.ranks.nets import numbers, square_loss, toy
 from tests.ranks.pairs import Pair, joined, pair
 from tests.ranks.training import TOY
 
@@ -187,6 +187,26 @@ def test_clipping_dropped_gradients_and_rates_act_as_in_one_process(ranks, confi
     ranks(2)(clipped_and_partly_used, config)
 
 
+def stepped_before(config: dict[str, Any]) -> None:
+    from ourshard import shard_model
+
+    for kind in ("Adafactor", "Layered"):
+        plain, model = toy(), toy()
+        wanted, optimizer = maker(kind)(plain.parameters()), maker(kind)(model.parameters())
+        for each, steps in ((plain, wanted), (model, optimizer)):
+            square_loss(each, joined(50)).backward()
+            steps.step()
+            steps.zero_grad()
+        both = Pair(plain, shard_model(model, config), wanted, optimizer)
+        both.train(3)
+        both.assert_same(5e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_that_is_older_than_sharding_goes_to_the_owners(ranks, stage):
+    ranks(2)(stepped_before, {"stage": stage, "persist_below": 0})
+
+
 def after_a_failed_step(config: dict[str, Any]) -> None:
     both = pair(config, toy, maker("Layered"))
     both.train(1)
@@ -270,17 +290,17 @@ def test_the_sharded_format_loads_on_another_world_and_stage(ranks, tmp_path):
 
 def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> None:
     """Train two steps from a saved state, if there is one, and save; compare with one process that never stopped."""
+    from ourshard import adopt_optimizer
     from ourshard.integrations import optimizer_state
 
     both = pair(config, toy, maker(kind))
-    both.plain_optimizer.zero_grad()
     file = Path(path)
     if file.exists():
         weights, plain, saved = torch.load(file, weights_only=False)
         both.plain.load_state_dict(weights)
         both.engine.load_full_state_dict(weights)
         both.plain_optimizer.load_state_dict(plain)
-        optimizer_state.restore(both.optimizer, [both.engine], _adopted(both, saved), file)
+        optimizer_state.restore(adopt_optimizer(both.optimizer), [both.engine], saved, file)
     both.train(2, first=first)
     both.assert_same(5e-6)
     saved = optimizer_state.gather(both.optimizer, [both.engine])
@@ -294,13 +314,6 @@ def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> Non
     if both.engine.mesh.world.rank == 0:
         torch.save((both.plain.state_dict(), both.plain_optimizer.state_dict(), saved), file)
     torch.distributed.barrier()
-
-
-def _adopted(both: Pair, saved: dict[str, Any]) -> dict[str, Any]:
-    from ourshard import adopt_optimizer
-
-    adopt_optimizer(both.optimizer)
-    return saved
 
 
 @pytest.mark.parametrize("kind", KINDS)
