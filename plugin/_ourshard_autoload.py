@@ -39,6 +39,7 @@ def install() -> None:
     try:
         if _disabled() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
             return
+        _let_ranks_restart()
         sys.meta_path.insert(0, _Finder())
         for name in HOOKS:
             module = sys.modules.get(name)
@@ -50,6 +51,15 @@ def install() -> None:
 
 def _disabled() -> bool:
     return os.environ.get("OURSHARD_DISABLE", "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _let_ranks_restart() -> None:
+    """Give ranks that torchrun starts anew a store of their own; read by torchrun's c10d rendezvous only.
+
+    Otherwise they find the addresses of the ranks before them in the store, and connect to ports that are closed.
+    """
+    if os.environ.get("ACCELERATE_USE_OURSHARD", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def _hook_imported(name: str, module: Any) -> None:

@@ -31,6 +31,7 @@ _EXPORTS = {
     "reset": "ourshard.runtime.api",
     "init_context": "ourshard.runtime.lazy_init",
     "load": "ourshard.checkpoint.running",
+    "load_after_restart": "ourshard.integrations.restart",
     "save": "ourshard.checkpoint.running",
     "shard_model": "ourshard.runtime.api",
     "wait_for_save": "ourshard.checkpoint.background",

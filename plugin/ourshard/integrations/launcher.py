@@ -21,6 +21,7 @@ Environment = dict[str, str]
 # Read by accelerate itself in the workers, which would set up the other engine.
 _OTHER_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _ON_CPU = "ACCELERATE_USE_CPU"
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # see `_let_ranks_restart` in `_ourshard_autoload`
 
 
 def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Namespace) -> Environment:
@@ -98,6 +99,7 @@ def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) ->
         environment.pop(name, None)
     said = {key: value for key, value in wanted.said.items() if not key.startswith(RUN)}
     environment[SWITCH] = "true"
+    environment.setdefault(_OWN_STORE, "1")
     environment[CONFIG] = json.dumps(unflatten(said))
     if wanted.run.gradient_accumulation_steps is not None:
         environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(wanted.run.gradient_accumulation_steps)
@@ -114,5 +116,7 @@ def _torchrun(args: Namespace) -> list[str]:
     port = ["--standalone"] if not args.main_process_port else ["--master_port", str(args.main_process_port)]
     kind = ["--no_python"] if args.no_python else ["--module"] if args.module else []
     command: list[Any] = [sys.executable, "-m", "torch.distributed.run", *port]
+    if getattr(args, "max_restarts", None):
+        command += ["--max-restarts", args.max_restarts]
     command += ["--nproc_per_node", args.num_processes, *kind, args.training_script, *args.training_script_args]
     return [str(part) for part in command]

@@ -21,8 +21,10 @@ TRAINER: dict[str, tuple[str, ...]] = {
     "create_accelerator_and_postprocess": (),
     "create_optimizer": (),
     "create_scheduler": ("num_training_steps", "optimizer"),
+    "train": ("resume_from_checkpoint",),
 }
 RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
+RECOVERY = ("train",)  # see `trainer_recovery.py`
 BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
 USED = {"_issue_warnings_after_load": ("load_result",), "_get_output_dir": ("trial",)}  # called, not wrapped
 # `transformers.modeling_utils.PreTrainedModel`

@@ -1,0 +1,128 @@
+"""`Trainer.train` under a launcher that starts ranks anew, and at SIGTERM.
+
+After a restart (Note [Restarts] in `restart.py`) the first `train()` that is not told what to resume from takes the
+newest complete checkpoint of `output_dir`; rank 0 looks, so that all ranks take the same.
+`resume_from_checkpoint=False` begins anew.
+
+Note [SIGTERM]
+The signal may reach one rank only, or ranks at different steps. At each step's end a rank sends its flag to the others
+over gloo and reads what was sent a step before, which has arrived by then: no rank waits, and all stop at the same
+step. So training stops at most two step ends after the signal, and then saves. A rank that can't reach a step's end, as
+one whose peer was lost, is left to the launcher's SIGKILL, which torchrun sends `--shutdown-timeout` (30 s) later.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from ourshard.integrations.restart import restarts
+from ourshard.integrations.trainer_resume import newest_complete
+
+logger = logging.getLogger("ourshard")
+
+_resumed = False
+
+
+def train(method: Callable[..., Any], trainer: Any, resume: str | bool | None = None, *args: Any, **more: Any) -> Any:
+    """Train from the newest checkpoint after a restart, and until SIGTERM."""
+    resume = more.pop("resume_from_checkpoint", resume)
+    if resume is None:
+        resume = _after_restart(trainer.args.output_dir)
+    if trainer.args.enable_jit_checkpoint:  # the Trainer's own answer to SIGTERM
+        return method(trainer, resume, *args, **more)
+    stop = StopOnSignal()
+    trainer.add_callback(stop)
+    try:
+        with stop.listening():
+            return method(trainer, resume, *args, **more)
+    finally:
+        trainer.remove_callback(stop)
+
+
+def _after_restart(folder: str) -> str | None:
+    global _resumed
+    if _resumed:
+        return None
+    _resumed = True
+    count = restarts()
+    if count == 0:
+        return None
+    from accelerate.utils import broadcast_object_list
+
+    found = [newest_complete(folder) if _rank() == 0 and os.path.isdir(folder) else None]
+    broadcast_object_list(found)
+    if _rank() == 0:
+        where = f"resumes from {found[0]}" if found[0] else f"begins anew: no complete checkpoint in {folder}"
+        logger.warning("Restart %d by the launcher: training %s.", count, where)
+    return found[0]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@functools.lru_cache(maxsize=1)
+def _host_group(world: Any) -> Any:
+    """Return a gloo group over all ranks; one for each default group, since groups are never given back."""
+    return dist.new_group(backend="gloo")
+
+
+class StopOnSignal(TrainerCallback):
+    """Saves and ends training at the same step on all ranks once any rank got SIGTERM; see Note [SIGTERM]."""
+
+    def __init__(self) -> None:
+        many = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = _host_group(dist.group.WORLD) if many else None
+        self._asked = False
+        self._sent: tuple[torch.Tensor, Any] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM meanwhile, unless the script takes it itself or trains in a thread."""
+        ours = threading.current_thread() is threading.main_thread()
+        if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self._asked = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save and stop if a rank asked for it."""
+        if self._agreed():
+            control.should_save = control.should_training_stop = True
+            if state.is_world_process_zero:
+                logger.warning("SIGTERM: saving a checkpoint at step %d, then training ends.", state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the last flags arrive before the process group may go."""
+        if self._sent is not None:
+            self._sent[1].wait()
+            self._sent = None
+
+    def _agreed(self) -> bool:
+        if self._group is None:
+            return self._asked
+        before, flag = self._sent, torch.tensor([self._asked], dtype=torch.uint8)
+        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._sent = flag, work
+        if before is None:
+            return False
+        before[1].wait()
+        return bool(before[0])
