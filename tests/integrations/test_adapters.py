@@ -1,0 +1,100 @@
+"""Adapters over a base of other dtypes, on two ranks against one process: cases B01, B03, B05 of CASES.md."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.integrations import trainer_runs
+from tests.integrations.trainer_runs import Case, Run, changed, on_rank, run
+
+pytestmark = pytest.mark.ranks
+
+LORA = Case(peft="lora", steps=3, after=("save",))
+
+
+class Bytes(nn.Module):
+    """A projection whose frozen weight is stored as bytes with a scale, as 8-bit checkpoints hold it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax() / 127
+        codes = (linear.weight.detach() / scale).round() + 128
+        self.codes = nn.Parameter(codes.to(torch.uint8), requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, (self.codes.to(rows.dtype) - 128) * self.scale.to(rows.dtype))
+
+
+def mixed(model: nn.Module) -> None:
+    """Hold the base in bf16 and its norms in fp32; peft makes adapters over it in fp32."""
+    model.to(torch.bfloat16)
+    for name, module in model.named_modules():
+        if "norm" in name:
+            module.to(torch.float32)
+
+
+def resized(model: Any) -> None:
+    model.resize_token_embeddings(trainer_runs.VOCAB + 3, mean_resizing=False)
+
+
+def stored_as_bytes(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.up_proj = Bytes(layer.mlp.up_proj)
+
+
+BASES: dict[str, tuple[Any, Case, float]] = {  # what is done to the base, the case, the tolerance
+    "mixed dtypes": (mixed, changed(LORA, arguments={"bf16": True}), 2e-2),
+    "resized": (resized, changed(LORA, peft="head"), 1e-5),
+    "bytes": (stored_as_bytes, LORA, 1e-5),
+}
+
+
+def trained(name: str, folder: str, shard: dict[str, Any] | None, alone: bool = False) -> Run:
+    change, case, _ = BASES[name]
+    build = trainer_runs.llama
+
+    @functools.wraps(build)
+    def changed_base(**changes: Any) -> Any:
+        model = build(**changes)
+        change(model)
+        return model
+
+    trainer_runs.llama = changed_base
+    try:
+        return run(case, Path(folder)) if alone else on_rank(case, folder, shard)
+    finally:
+        trainer_runs.llama = build
+
+
+def saved_tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    from safetensors.torch import load_file
+
+    found = load_file(str(folder / "adapter_model.safetensors"))
+    return {key: (str(value.dtype), tuple(value.shape)) for key, value in found.items()}
+
+
+def is_trained(name: str) -> bool:
+    return "lora_" in name or "modules_to_save" in name
+
+
+@pytest.mark.parametrize("name", list(BASES))
+def test_adapters_train_over_a_base_of_any_dtype_which_stays_as_it_was(ranks, tmp_path, name):
+    """B01, B03, B05: losses as in one process, frozen bits and every dtype kept, adapters saved whole."""
+    wanted = trained(name, str(tmp_path / "one"), None, alone=True)
+    results = ranks(2)(trained, name, str(tmp_path / "two"), {"stage": 3, "persist_below": 50}, timeout=90)
+    for found in results:
+        assert np.allclose(found.column("loss"), wanted.column("loss"), atol=BASES[name][2])
+        assert {k: v.dtype for k, v in found.state.items()} == {k: v.dtype for k, v in wanted.state.items()}
+        frozen = [key for key in wanted.state if not is_trained(key)]
+        assert frozen
+        assert all(torch.equal(found.state[key], wanted.state[key]) for key in frozen)
+    assert saved_tensors(tmp_path / "two") == saved_tensors(tmp_path / "one")
