@@ -28,11 +28,12 @@ from ourshard.runtime.optim import bring_up_to_date, has_owners
 
 from . import commit, stepping
 from .background import BACKGROUND
+from .foreign import open_any
 from .io import DISK, DiskIO
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
-from .sharded import ShardedSource
-from .source import BUFFER, PARAM, CheckpointError, Description, TensorKey
+from .sharded import ShardedSource, is_ours
+from .source import BUFFER, PARAM, CheckpointError, Description, Source, TensorKey
 from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
 
@@ -230,6 +231,7 @@ def load(
 ) -> Mapping[str, Any]:
     """Load what `save` wrote, at any stage, on any number of ranks; return its `client_state`. Collective.
 
+    A folder of another engine (DeepSpeed, FSDP, DCP, plain) loads too, with its optimizer's state if it has one.
     Each rank reads its own rows of masters and moments. Names, shapes and every byte's hash are checked before anything
     is changed. `weights=False` loads the optimizer alone; with None for `optimizer` the weights alone are loaded.
     Raises CheckpointError on every rank, listing what is missing, unexpected, mismatched, or damaged.
@@ -239,13 +241,12 @@ def load(
     name = Path(folder).name
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}"):
-            source = stack.enter_context(ShardedSource(Path(folder)))
+            source = stack.enter_context(_open(Path(folder), model))
             optimizers = _optimizers(optimizer)
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
             saved = SavedState.of(source, _match(source, portions))
             _refuse_misfits(source, portions, buffers, concerned, saved)
-            source.check_sizes()
             _refuse_damage(source, slice(engine.mesh.world.rank, None, engine.mesh.world.size))
         with together(engine, f"load: reading {name}"):
             if weights:
@@ -258,7 +259,17 @@ def load(
         return source.description.client_state
 
 
-def _match(source: ShardedSource, portions: Sequence[Portion]) -> dict[str, str]:
+def _open(folder: Path, model: nn.Module) -> Source:
+    """Open our own format, or that of another engine (which may number parameters in the order of the model)."""
+    if is_ours(folder):
+        return ShardedSource(folder)
+    source = open_any(folder, [name for name, _ in model.named_parameters()])
+    for loss in source.description.losses:
+        logger.warning("load: %s", loss)
+    return source
+
+
+def _match(source: Source, portions: Sequence[Portion]) -> dict[str, str]:
     """Return name here -> name there of the parameters that the checkpoint has; a tie may have another owner there."""
     ties = source.description.ties
     names = {}
@@ -270,7 +281,7 @@ def _match(source: ShardedSource, portions: Sequence[Portion]) -> dict[str, str]
     return names
 
 
-def _buffer_key(source: ShardedSource, buffer: Buffer) -> TensorKey | None:
+def _buffer_key(source: Source, buffer: Buffer) -> TensorKey | None:
     """Return where a buffer is; formats that were converted may not tell buffers from parameters."""
     ties = source.description.ties
     keys = [TensorKey(kind, ties.get(n, n)) for n in (buffer.name, *buffer.aliases) for kind in (BUFFER, PARAM)]
@@ -278,7 +289,7 @@ def _buffer_key(source: ShardedSource, buffer: Buffer) -> TensorKey | None:
 
 
 def _refuse_misfits(
-    source: ShardedSource,
+    source: Source,
     portions: Sequence[Portion],
     buffers: Sequence[Buffer],
     optimizers: Sequence[Optimizer],
@@ -310,14 +321,15 @@ def _some(items: Sequence[str]) -> str:
     return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
 
 
-def _refuse_damage(source: ShardedSource, share: slice) -> None:
-    problems = [problem for _, problem in source.verify_files(share) if problem]
-    if problems:
-        raise CheckpointError(f"nothing was loaded: {_some(problems)}")
+def _refuse_damage(source: Source, share: slice) -> None:
+    try:
+        source.refuse_damage(share)
+    except CheckpointError as error:
+        raise CheckpointError(f"nothing was loaded: {error}") from error
 
 
 def _load_weights(
-    source: ShardedSource, portions: Sequence[Portion], buffers: Sequence[Buffer], names: Mapping[str, str]
+    source: Source, portions: Sequence[Portion], buffers: Sequence[Buffer], names: Mapping[str, str]
 ) -> None:
     for portion in portions:
         run = source.read_run(TensorKey(PARAM, names[portion.name]), portion.start, portion.stop)

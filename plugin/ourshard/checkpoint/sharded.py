@@ -36,6 +36,7 @@ class ShardedSource(Source):
     """A folder of our sharded format. `verify_reads` checks the hash of every piece that a read touches, once."""
 
     format = "ourshard"
+    is_own = True
     looks_for = f"a folder with {NAME}"
 
     def __init__(self, path: Path, *, verify_reads: bool = False) -> None:
@@ -136,6 +137,13 @@ class ShardedSource(Source):
             if path.stat().st_size != record.nbytes:
                 raise CheckpointError(f"{path} is cut off: {path.stat().st_size} bytes, written were {record.nbytes}")
         self._refuse_gaps()
+
+    def refuse_damage(self, share: slice = slice(None)) -> None:
+        """Raise CheckpointError unless sizes of all files and hashes of these files are those that were written."""
+        self.check_sizes()
+        problems = [problem for _, problem in self.verify_files(share) if problem]
+        if problems:
+            raise CheckpointError("; ".join(problems[:8]))
 
     def close(self) -> None:
         """Close the files."""

@@ -142,6 +142,8 @@ class Source(ABC):
     format: ClassVar[str]  # name in the registry, as `inspect` shows it
     looks_for: ClassVar[str]  # what `find` wants to see, for the error of `detect`: "model.safetensors or ..."
 
+    is_own: ClassVar[bool] = False  # written by ourshard, from the same kind of optimizer that it is loaded into
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.description = Description()
@@ -173,6 +175,13 @@ class Source(ABC):
         Formats without hashes check what they can: sizes, headers, that all pieces are there.
         """
         yield from ()
+
+    def refuse_damage(self, share: slice = slice(None)) -> None:
+        """Raise CheckpointError unless every file is as its own record says; `share`: where ranks divide the work.
+
+        Formats without hashes were checked when they were opened.
+        """
+        return None
 
     def read_run(self, key: TensorKey, start: int, stop: int) -> torch.Tensor:
         """Return the elements [start, stop) of the flattened tensor, 1-d: what a rank holds of it in a lane.

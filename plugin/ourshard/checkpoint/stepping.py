@@ -199,7 +199,7 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
     for portion in portions:
         beside.setdefault(id(portion.stepped), []).append(portion)
     for (optimizer, group), values in zip(groups, saved.source.description.param_groups, strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
+        group.update(_options_of(values, group, saved.source))
         on_device = bool(group.get("fused") or group.get("capturable"))
         for stepped in group["params"]:
             if id(stepped) not in beside:  # of another model
@@ -211,6 +211,15 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
                 optimizer.state.pop(stepped, None)
 
 
+def _options_of(values: Mapping[str, Any], group: Mapping[str, Any], source: Source) -> State:
+    """Return the saved options for a group; of another engine's those that this optimizer knows, bar its kernels."""
+    options = {key: value for key, value in values.items() if key != "params"}
+    if source.is_own:
+        return options
+    known = (group.keys() | {"initial_lr"}) - {"fused", "foreach", "capturable", "differentiable"}
+    return {key: value for key, value in options.items() if key in known}
+
+
 def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState, on_device: bool) -> State:
     """Return the state of one stepped tensor, which stands for all of `parts`."""
     first = parts[0]
@@ -220,11 +229,14 @@ def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState
         key: value.to(stepped.device, copy=True) if isinstance(value, torch.Tensor) else value
         for key, value in saved.rest(first.name).items()
     }
+    if isinstance(state.get("step"), (int, float)):  # other engines count in plain numbers
+        state["step"] = torch.tensor(float(state["step"]))
     for key, info in saved.tensors(first.name).items():
         if is_elementwise(info, first):
             state[key] = _elements(key, stepped, parts, saved)
         else:
             value = saved.source.read(info.key).clone()
+            value = value.float() if key == "step" else value  # torch's optimizers count in fp32
             state[key] = value.to(stepped.device) if on_device and key == "step" else value
     return state
 

@@ -21,6 +21,7 @@ from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
 
 from ourshard.checkpoint import commit, running
 from ourshard.checkpoint.background import wait_for_save
+from ourshard.checkpoint.foreign import is_foreign
 from ourshard.checkpoint.sharded import is_ours
 from ourshard.config import CheckpointFormat
 from ourshard.integrations import models, optimizer_state
@@ -154,7 +155,7 @@ class SavingMixin(_Base):
             logger.info("Removed %s: checkpoint.keep is %d.", path, keep)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` wrote, on any number of ranks. Collective."""
+        """Load what `save_state` wrote, here or under another engine, on any number of ranks. Collective."""
         wait_for_save()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = self._newest_complete()
@@ -191,15 +192,23 @@ class SavingMixin(_Base):
         return str(newest.path)
 
     def _load_sharded(self, wanted: list[torch.nn.Module], where: Path, optimizers: list[Any]) -> list[int]:
-        """Load models that lie in `where` in our format, weights of `wanted` ones only; return their numbers."""
+        """Load models that lie in `where` by rows, weights of `wanted` ones only; return their numbers."""
         found = []
         for number, model in enumerate(self._models):
-            folder = commit.standing(sharded_folder(where, number))
-            if models.engine_of(model) is not None and is_ours(folder):
+            folder = self._folder_of(where, number)
+            if models.engine_of(model) is not None and folder is not None:
                 weights = any(each is model for each in wanted)
                 running.load(models.inner(model), optimizers, folder, weights=weights)
                 found.append(number)
         return found
+
+    def _folder_of(self, where: Path, number: int) -> Path | None:
+        """Return where model `number` lies in our sharded format, or in another engine's; None: as whole files."""
+        folder = commit.standing(sharded_folder(where, number))
+        if is_ours(folder):
+            return folder
+        plain = _optimizer_file(where, 0).exists() or len(self._models) > 1
+        return None if plain or not is_foreign(where) else where
 
     def _number_of(self, model: torch.nn.Module) -> int:
         return next(number for number, each in enumerate(self._models) if each is model)

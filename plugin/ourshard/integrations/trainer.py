@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ourshard.checkpoint import running
+from ourshard.checkpoint.foreign import is_foreign
 from ourshard.integrations import loading, models, optimizer_state, plain_optimizer
 from ourshard.integrations.pretrained import save_dtype
 from ourshard.runtime.part import engines_in, part_state
@@ -86,17 +88,36 @@ def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str 
         method(trainer, checkpoint)
         return
     folder = Path(checkpoint)
+    if _is_of_another_engine(folder):
+        running.load(models.inner(trainer.model), trainer.optimizer, folder)
+        _load_scheduler(trainer, folder)
+        return
     if not (folder / OPTIMIZER).is_file() or not (folder / SCHEDULER).is_file():
         return  # saved with save_only_model
     saved = torch.load(folder / OPTIMIZER, map_location="cpu", mmap=True, weights_only=True)
     named = plain_optimizer.from_plain(saved, trainer.optimizer.optimizer, trainer.model, engines)
     optimizer_state.restore(trainer.optimizer.optimizer, engines, named, folder / OPTIMIZER)
+    _load_scheduler(trainer, folder)
+
+
+def _load_scheduler(trainer: Any, folder: Path) -> None:
+    if not (folder / SCHEDULER).is_file():
+        raise ValueError(
+            f"resume_from_checkpoint: {folder} has no {SCHEDULER}; the Trainer writes it in every checkpoint."
+        )
     trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+
+
+def _is_of_another_engine(folder: Path) -> bool:
+    """Tell whether a Trainer wrote the folder under DeepSpeed or FSDP."""
+    return not (folder / OPTIMIZER).is_file() and is_foreign(folder)
 
 
 def _load_from_checkpoint(method: Method, trainer: Any, folder: str, model: nn.Module | None = None) -> None:
     """Load a checkpoint's weights without holding them: each rank reads its rows, now or in `prepare`."""
     model = model if model is not None else trainer.model
+    if trainer.is_in_train and _is_of_another_engine(Path(folder)):
+        return  # weights come with the optimizer's state, once `prepare` has sharded the model
     files = loading.checkpoint_files(Path(folder), WEIGHTS)
     if not files or not (engines_in(model) or loading.wants_rows()):
         method(trainer, folder, model)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,21 @@ READERS: tuple[str, ...] = (
     f"{_HERE}.ddp:PeftSource",
 )
 
+WEIGHTS_ALONE = (f"{_HERE}.ddp:PeftSource",)
+
 WRITERS: dict[str, str] = {
     "dcp": f"{_HERE}.dcp_sink:DcpSink",
     "fsdp-full": f"{_HERE}.fsdp_full_sink:FsdpFullSink",
     "deepspeed-universal": f"{_HERE}.universal_sink:UniversalSink",
 }
+
+
+def is_foreign(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint of another engine, not of ourshard and not weights alone."""
+    if not path.is_dir():
+        return False
+    readers = (reader.split(":") for reader in READERS if reader not in WEIGHTS_ALONE)
+    return any(getattr(import_module(module), name).find(path) is not None for module, name in readers)
 
 
 def open_any(path: str | Path, parameter_order: Sequence[str] | None = None) -> Source:

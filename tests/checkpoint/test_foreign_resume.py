@@ -1,0 +1,134 @@
+"""Checkpoints of other engines load into sharded models as they are: weights and moments, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ourshard.checkpoint.foreign import open_any
+from ourshard.checkpoint.source import detect
+from torch import nn
+
+from tests.checkpoint.foreign import SHARED, Case, assert_equals_truth, load_truth, shared_cases
+
+pytestmark = pytest.mark.ranks
+
+WHOLE = [
+    "accel_ds_z2_llama_w2_bf16",
+    "ds_z1_llama_w2_bf16_BF16Optimizer",
+    "ds_z3_llama_w2_fp32",
+    "ds_z3_gpt2_w4_bf16_subgroups",
+    "ds_universal_z3_llama_w2_fp32",
+    "fsdp1_full_gpt2_w4_fp32_flatparam",
+    "fsdp1_sharded_llama_w2_fp32",
+    "fsdp2_full_llama_w2_fp32",
+    "fsdp2_sharded_llama_w2_fp32",
+    "trainer_ds_z2_llama_w2_bf16",
+    "trainer_fsdp2_sharded_gpt2_w2_fp32",
+    "trainer_plain_llama_w1_fp32",
+]
+CASES = [case for case in shared_cases() if case.id in WHOLE or case.id == "shared"]
+
+
+def built(kind: str) -> nn.Module:
+    """Return the model that wrote the fixtures of this kind, with other weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHARED / "models" / kind))
+
+
+def optimizer_like(model: nn.Module, groups: list[list[str]], lr: float = 7.0) -> torch.optim.Optimizer:
+    named = dict(model.named_parameters())
+    return torch.optim.AdamW([{"params": [named[name] for name in names]} for names in groups], lr=lr)
+
+
+def load_and_save(kind: str, folder: str, out: str, groups: list[list[str]], stages: list[int]) -> list[float]:
+    """Load the folder at each stage, save what was loaded; return the learning rates that it brought."""
+    import ourshard
+
+    rates = []
+    for stage in stages:
+        model = ourshard.shard_model(built(kind), {"stage": stage, "persist_below": 64})
+        optimizer = optimizer_like(model, groups)
+        ourshard.load(model, optimizer, folder)
+        ourshard.save(model, optimizer, f"{out}/stage{stage}")
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def groups_of(case: Case, kind: str) -> list[list[str]]:
+    order = [name for name, _ in built(kind).named_parameters()]
+    with open_any(case.inner(), order) as source:
+        return [list(group["params"]) for group in source.description.param_groups]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_of_another_engine_loads_bit_for_bit(ranks: Any, case: Case, tmp_path: Path) -> None:
+    kind = "gpt2" if "gpt2" in case.name else "llama"
+    stages = [0, 1, 2, 3] if case.name == "accel_ds_z2_llama_w2_bf16" else [3]
+    groups = groups_of(case, kind)
+    rates = ranks(2)(load_and_save, kind, str(case.inner()), str(tmp_path), groups, stages, timeout=60)[0]
+    assert all(rate != 7.0 for rate in rates)
+    for stage in stages:
+        with detect(tmp_path / f"stage{stage}") as source:
+            assert any(key.kind == "exp_avg_sq" for key in source.tensors)
+            assert_equals_truth(source, load_truth(case.truth))
+
+
+def through_accelerate(folder: str, out: str, groups: list[list[str]]) -> dict[str, Any]:
+    import ourshard
+    from accelerate import Accelerator
+    from ourshard import ShardConfig, ShardPlugin
+
+    accelerator = Accelerator(cpu=True, ourshard_plugin=ShardPlugin(ShardConfig(stage=3)))
+    model = built("llama")
+    optimizer = optimizer_like(model, groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.load_state(folder)
+    ourshard.save(model, optimizer, out)
+    return {"steps": scheduler.scheduler.last_epoch, "lr": optimizer.param_groups[0]["lr"]}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in ("shared", "accel_ds_z2_llama_w2_bf16")])
+def test_accelerate_loads_the_state_of_another_engine(ranks: Any, case: Case, tmp_path: Path) -> None:
+    groups = groups_of(case, "llama")
+    told = ranks(2)(through_accelerate, str(case.inner()), str(tmp_path / "out"), groups, timeout=60)[0]
+    assert told["steps"] > 0
+    with detect(tmp_path / "out") as source:
+        assert_equals_truth(source, load_truth(case.truth))
+
+
+def through_trainer(kind: str, folder: str, out: str) -> int:
+    import ourshard
+    from ourshard import ShardConfig, ShardPlugin
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class SaveAtTheBegin(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert state.global_step == 3
+            ourshard.save(trainer.model, trainer.optimizer, out)
+
+    ourshard.enable(ShardPlugin(ShardConfig(stage=3, persist_below=64)))
+    ids = torch.arange(8).repeat(16, 1)
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    wanted = {"max_steps": 5, "per_device_train_batch_size": 1, "save_strategy": "no", "report_to": "none"}
+    arguments = TrainingArguments(f"{out}-trainer", use_cpu=True, disable_tqdm=True, **wanted)
+    trainer = Trainer(built(kind), arguments, train_dataset=rows, callbacks=[SaveAtTheBegin()])
+    trainer.train(resume_from_checkpoint=folder)
+    return trainer.state.global_step
+
+
+BY_TRAINER = ("shared", "trainer_ds_z2_llama_w2_bf16", "trainer_fsdp2_sharded_gpt2_w2_fp32")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in BY_TRAINER])
+def test_a_trainer_resumes_from_the_checkpoint_of_another_engine(ranks: Any, case: Case, tmp_path: Path) -> None:
+    kind = "gpt2" if "gpt2" in case.name else "llama"
+    out = str(tmp_path / "out")
+    assert ranks(2)(through_trainer, kind, str(case.inner()), out, timeout=100) == [5, 5]
+    with detect(out) as source:
+        assert_equals_truth(source, load_truth(case.truth))
