@@ -229,15 +229,15 @@ def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState
         key: value.to(stepped.device, copy=True) if isinstance(value, torch.Tensor) else value
         for key, value in saved.rest(first.name).items()
     }
-    if isinstance(state.get("step"), (int, float)):  # other engines count in plain numbers
-        state["step"] = torch.tensor(float(state["step"]))
     for key, info in saved.tensors(first.name).items():
         if is_elementwise(info, first):
             state[key] = _elements(key, stepped, parts, saved)
         else:
             value = saved.source.read(info.key).clone()
-            value = value.float() if key == "step" else value  # torch's optimizers count in fp32
             state[key] = value.to(stepped.device) if on_device and key == "step" else value
+    if "step" in state and not saved.source.is_own:  # others count in integers, torch's optimizers in fp32
+        step = torch.as_tensor(state["step"], dtype=torch.float32)
+        state["step"] = step.to(stepped.device) if on_device else step
     return state
 
 
