@@ -1,0 +1,121 @@
+"""`ShardSentinelCallback` names what went wrong, on all ranks, and changes nothing where nothing did."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ourshard.trainer_callbacks import ShardSentinelCallback
+from transformers import TrainerControl
+
+from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, quiet
+
+BAD = "model.layers.1.mlp.up_proj.weight"
+
+
+def train(folder: str, fault: str, **options: Any) -> tuple[list[float], list[str], int]:
+    """Train 4 steps with a fault on rank 1 at step 2; return losses, what rank 0 was warned of, and steps done."""
+    import torch.distributed as dist
+    from ourshard.runtime.api import engine_of
+    from transformers import Trainer, TrainerCallback
+
+    quiet()
+    enable({"stage": 3, "persist_below": 64})
+    hears = dist.get_rank() == 1
+
+    class Fault(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if fault == "gradient" and hears and state.global_step == 1:
+                lane, position = next((p._lane, p._position) for n, p in model.named_parameters() if n == BAD)
+                lane.rows_view(lane.gradient, position).view(-1)[3] = math.nan
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if fault == "copy" and hears and state.global_step == 2:
+                whole = next(lane for lane in engine_of(model).lanes() if lane.placement.whole)
+                whole.resting[0].data[0] += 1.0
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    ours = logging.getLogger("ourshard")
+    ours.setLevel(logging.WARNING)
+    ours.addHandler(handler)
+    watching = [ShardSentinelCallback(**options)] if options else []
+    trainer = Trainer(
+        model=llama(),
+        args=arguments(Case(), Path(folder), 2),
+        train_dataset=Tokens(ROWS),
+        callbacks=[Fault(), *watching],
+    )
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        told.append(f"raised {error}")
+    finally:
+        ours.removeHandler(handler)
+        quiet()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses, [text for text in told if "entinel" in text], trainer.state.global_step
+
+
+@pytest.mark.ranks
+def test_it_changes_nothing_where_nothing_is_wrong(ranks: Any, tmp_path: Any) -> None:
+    plain = ranks(2)(train, str(tmp_path), "")[0]
+    watched = ranks(2)(train, str(tmp_path), "", every=1)[0]
+    assert watched == plain
+    assert watched[1] == []
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_is_not_finite_is_named_with_unit_and_rank_on_every_rank(ranks: Any, tmp_path: Any) -> None:
+    for _, told, steps in ranks(2)(train, str(tmp_path), "gradient", every=1, action="raise"):
+        assert steps == 1
+        assert [text.count(BAD) for text in told] == [1]
+        assert told[0].startswith("raised ShardSentinelCallback: step 2: gradients are not finite: rank 1 holds")
+        assert "(unit model.layers.1)" in told[0]
+        assert "rank 0" not in told[0]
+
+
+@pytest.mark.ranks
+def test_copies_that_differ_stop_training_and_are_named(ranks: Any, tmp_path: Any) -> None:
+    first, second = ranks(2)(train, str(tmp_path), "copy", every=2, action="stop")
+    assert (first[2], second[2]) == (2, 2)
+    assert len(first[1]) == 1
+    assert "step 2: copies that should be equal are not: unit" in first[1][0]
+    assert "ranks [1] differ" in first[1][0]
+    assert second[1] == []
+
+
+def test_losses_that_jump_or_are_not_finite_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    sentinel = ShardSentinelCallback(window=10, action="stop")
+    control, state = TrainerControl(), SimpleNamespace(global_step=7, is_world_process_zero=True)
+    with caplog.at_level(logging.WARNING, "ourshard"):
+        for loss in (2.0, 2.1, 1.9, 5.9):
+            sentinel.on_log(None, state, control, {"loss": loss})
+        assert not caplog.messages
+        sentinel.on_log(None, state, control, {"loss": 6.5})
+        assert caplog.messages == ["sentinel: step 7: the loss jumped to 6.5; the median was 2.05."]
+        assert not control.should_training_stop
+        sentinel.on_log(None, state, control, {"loss": math.nan})
+    assert caplog.messages[1:] == ["sentinel: step 7: the loss is nan."]
+    assert control.should_training_stop
+
+
+def test_without_ourshard_it_looks_at_the_gradients_of_this_process() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight.grad = torch.full((2, 2), math.inf)
+    sentinel = ShardSentinelCallback(every=1, action="raise")
+    with pytest.raises(RuntimeError, match="step 1: gradients are not finite: weight"):
+        sentinel.on_pre_optimizer_step(None, SimpleNamespace(global_step=0), TrainerControl(), model=model)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="every=0"):
+        ShardSentinelCallback(every=0)
+    with pytest.raises(ValueError, match="shout"):
+        ShardSentinelCallback(action="shout")
