@@ -28,6 +28,8 @@ WHOLE = [
     "trainer_ds_z2_llama_w2_bf16",
     "trainer_fsdp2_sharded_gpt2_w2_fp32",
     "trainer_plain_llama_w1_fp32",
+    "fsdp1_sharded_lora_w2_fp32",
+    "trainer_fsdp2_sharded_lora_w2_bf16mix",
 ]
 CASES = [case for case in shared_cases() if case.id in WHOLE or case.id == "shared"]
 
@@ -37,6 +39,11 @@ def built(kind: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        base = AutoModelForCausalLM.from_pretrained(SHARED / "models" / "lora_base", dtype=torch.float32)
+        return get_peft_model(base, LoraConfig.from_pretrained(SHARED / "models" / "lora"))
     return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHARED / "models" / kind))
 
 
@@ -67,7 +74,7 @@ def groups_of(case: Case, kind: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_another_engine_loads_bit_for_bit(ranks: Any, case: Case, tmp_path: Path) -> None:
-    kind = "gpt2" if "gpt2" in case.name else "llama"
+    kind = next(kind for kind in ("gpt2", "lora", "llama") if kind in case.name)
     stages = [0, 1, 2, 3] if case.name == "accel_ds_z2_llama_w2_bf16" else [3]
     groups = groups_of(case, kind)
     rates = ranks(2)(load_and_save, kind, str(case.inner()), str(tmp_path), groups, stages, timeout=60)[0]

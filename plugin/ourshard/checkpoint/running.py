@@ -246,6 +246,9 @@ def load(
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
             saved = SavedState.of(source, _match(source, portions))
+            if source.description.is_adapter_alone:  # the base stays as the script has loaded it
+                portions = [each for each in portions if each.trained or each.name in saved.names]
+                buffers = [each for each in buffers if _buffer_key(source, each) is not None]
             _refuse_misfits(source, portions, buffers, concerned, saved)
             _refuse_damage(source, slice(engine.mesh.world.rank, None, engine.mesh.world.size))
         with together(engine, f"load: reading {name}"):

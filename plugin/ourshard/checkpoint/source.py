@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 PARAM = "param"
 BUFFER = "buffer"
+ADAPTER_ALONE = "the adapter alone: weights of the base model are not in this checkpoint"  # an oddity
 EXTRA_PREFIX = "extra."  # kinds beside the optimizer's state, such as "extra.ema"; formats of others hold none
 
 
@@ -134,6 +135,11 @@ class Description:
     files: Mapping[str, Path] = field(default_factory=dict)  # to be carried along: name in the new folder -> file
     losses: tuple[str, ...] = ()  # what this checkpoint has and the reader does not carry, one sentence each
     oddities: tuple[str, ...] = ()  # what is unusual here, one sentence each, for `inspect`
+
+    @property
+    def is_adapter_alone(self) -> bool:
+        """Tell whether the base model's weights are elsewhere."""
+        return ADAPTER_ALONE in self.oddities
 
 
 class Source(ABC):

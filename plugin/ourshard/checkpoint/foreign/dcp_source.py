@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..source import CheckpointError
+from ..source import ADAPTER_ALONE, CheckpointError
 from .adapters import is_adapter_name, names_with_adapter, with_adapter_name
 from .dcp import DcpFolder, KeyPath, is_dcp_folder
 from .draft import Draft, ForeignSource
@@ -217,7 +217,7 @@ def add_adapter_names(draft: Draft) -> None:
         return
     draft.model = {renames.get(name, name): reader for name, reader in draft.model.items()}
     if renames and all(name in renames.values() for name in draft.model):
-        draft.oddities.append("the adapter alone: weights of the base model are not in this checkpoint")
+        draft.oddities.append(ADAPTER_ALONE)
     left = [name for name in trained or () if name not in draft.model]
     if left and not draft.model:
         raise CheckpointError(f"the optimizer's parameters have no weights here: {shorten(left)}")

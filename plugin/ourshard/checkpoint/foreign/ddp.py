@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..huggingface import tie_by_config
-from ..source import CheckpointError
+from ..source import ADAPTER_ALONE, CheckpointError
 from .adapters import with_adapter_name
 from .draft import Draft, ForeignSource
 from .fsdp_files import optimizer_of
@@ -103,4 +103,4 @@ class PeftSource(ForeignSource):
 def _name_adapter(draft: Draft) -> None:
     """Give an adapter's tensors their names within the PEFT model."""
     draft.model = {with_adapter_name(name, draft.adapter_config): reader for name, reader in draft.model.items()}
-    draft.oddities.append("the adapter alone: weights of the base model are not in this checkpoint")
+    draft.oddities.append(ADAPTER_ALONE)
