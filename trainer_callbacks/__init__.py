@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_EXPORTS = {"ShardSentinelCallback": "ourshard.trainer_callbacks.sentinel"}
+_EXPORTS = {
+    "ShardEMACallback": "ourshard.trainer_callbacks.ema",
+    "ShardSentinelCallback": "ourshard.trainer_callbacks.sentinel",
+}
 
 __all__ = list(_EXPORTS)
 

@@ -1,0 +1,153 @@
+"""`ShardEMACallback`: an exponential moving average of the weights, each rank of its own rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from ourshard.checkpoint.portions import portions_of
+from ourshard.runtime.api import engine_of, full_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import TrainerCallback
+
+logger = logging.getLogger("ourshard")
+
+FILE = "ema.safetensors"
+
+
+class ShardEMACallback(TrainerCallback):
+    """Keeps average = decay * average + (1 - decay) * weights, in fp32, of the masters of all trained parameters.
+
+    A rank holds the average of its own rows: 4 bytes an element of its masters. Each checkpoint of the Trainer gets the
+    whole average as `ema.safetensors`, and a resumed run takes it from there, on any number of ranks. At the end of
+    training it is written to `output_dir`. Training is not changed. Works without ourshard, too.
+
+    Args:
+        decay: of the average for each optimizer step, between 0 and 1.
+        evaluate: let the evaluations that the Trainer makes while it trains see the average.
+    """
+
+    def __init__(self, decay: float = 0.999, evaluate: bool = False) -> None:
+        if not 0.0 < decay < 1.0:
+            raise ValueError(f"ShardEMACallback: decay is {decay}; use a value between 0 and 1, such as 0.999.")
+        self.decay, self.evaluate = decay, evaluate
+        self._average: dict[str, torch.Tensor] = {}  # name -> this rank's elements, flat
+        self._swap: Any = None  # open for the time of an evaluation
+
+    @contextmanager
+    def swapped(self, model: nn.Module) -> Iterator[None]:
+        """Let the model have the average as its weights for the time of a `with` block. Enter it on every rank."""
+        values = _own_values(model)
+        kept = {name: tensor.clone() for name, tensor in values.items()}
+        self._put(model, self._average)
+        try:
+            yield
+        finally:
+            self._put(model, kept)
+
+    @torch.no_grad()
+    def _put(self, model: nn.Module, source: dict[str, torch.Tensor]) -> None:
+        for name, tensor in _own_values(model).items():
+            tensor.copy_(source[name].view(tensor.shape))
+        engine = engine_of(model)
+        if engine is not None:
+            engine.masters_changed()
+
+    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the whole average on rank 0 in fp32, an empty dict elsewhere. Collective."""
+        engine = engine_of(model)
+        if engine is None:
+            shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+            return {name: flat.view(shapes[name]).clone() for name, flat in self._average.items()}
+        with self.swapped(model):
+            whole = full_state_dict(model, dtype=torch.float32, rank0_only=True)
+        return {name: whole[name].contiguous() for name in self._average if name in whole}
+
+    # ---- events --------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Begin with the weights, or with the average that the checkpoint has."""
+        self._average = {n: v.detach().float().flatten().clone() for n, v in _own_values(model).items()}
+        if not state.global_step:
+            return
+        file = Path(args.output_dir, f"checkpoint-{state.global_step}", FILE)
+        if file.is_file():
+            self._load(model, file)
+        elif state.is_world_process_zero:
+            logger.warning(
+                "ShardEMACallback: no %s; the average begins at the weights of step %d.", file, state.global_step
+            )
+
+    @torch.no_grad()
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Take the weights of this step into the average."""
+        values = _own_values(model)
+        now = [values[name].detach().float().flatten() for name in self._average]
+        torch._foreach_lerp_(list(self._average.values()), now, 1.0 - self.decay)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put the average in if an evaluation comes next."""
+        self._before_evaluation(control, model)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Put the average in if an evaluation comes next."""
+        self._before_evaluation(control, model)
+
+    def _before_evaluation(self, control: Any, model: nn.Module) -> None:
+        if self.evaluate and control.should_evaluate and self._swap is None:
+            self._swap = self.swapped(model)
+            self._swap.__enter__()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the weights back."""
+        if self._swap is not None:
+            swap, self._swap = self._swap, None
+            swap.__exit__(None, None, None)
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Write the average beside what the Trainer has saved."""
+        self._write(model, Path(args.output_dir, f"checkpoint-{state.global_step}"), args.should_save)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Write the average of the whole run."""
+        self._write(model, Path(args.output_dir), args.should_save)
+
+    # ---- files ---------------------------------------------------------------------------------------------
+
+    def _write(self, model: nn.Module, folder: Path, should_save: bool) -> None:
+        whole = self.state_dict(model)
+        if should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(whole, folder / FILE, metadata={"format": "pt", "decay": str(self.decay)})
+
+    def _load(self, model: nn.Module, file: Path) -> None:
+        starts = _starts(model)
+        with safe_open(file, framework="pt") as saved:
+            missing = sorted(self._average.keys() - set(saved.keys()))
+            if missing:
+                raise ValueError(f"{file} lacks {', '.join(missing[:5])}: it is the average of another model.")
+            for name, flat in self._average.items():
+                whole = saved.get_tensor(name).flatten()
+                flat.copy_(whole[starts[name] : starts[name] + flat.numel()])
+
+
+def _own_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's elements of the masters of all trained parameters, by name."""
+    engine = engine_of(model)
+    if engine is None:
+        return {name: parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {portion.name: portion.values for portion in portions_of(engine) if portion.trained}
+
+
+def _starts(model: nn.Module) -> dict[str, int]:
+    """Return where this rank's elements of each parameter begin."""
+    engine = engine_of(model)
+    if engine is None:
+        return dict.fromkeys(_own_values(model), 0)
+    return {portion.name: portion.start for portion in portions_of(engine)}
