@@ -1,0 +1,36 @@
+"""Wrap units by class: a name that matches nothing, one of several, and none given (H01)."""
+
+from __future__ import annotations
+
+import logging
+
+import ourshard
+import pytest
+from torch import nn
+
+from tests.ranks.nets import Block, llama
+
+
+def units(model: nn.Module, **wrap: object) -> list[str]:
+    engine = ourshard.engine_of(ourshard.shard_model(model, {"stage": 3, "wrap": wrap}))
+    assert engine is not None
+    return [unit.label for unit in engine.units]
+
+
+def test_a_misspelt_class_is_an_error_with_close_names_and_their_counts() -> None:
+    with pytest.raises(
+        ValueError, match=r"no module of the model is of class 'LLaMADecoderLayer'.*LlamaDecoderLayer \(2\)"
+    ):
+        units(llama(), classes=["LLaMADecoderLayer"])
+
+
+def test_one_of_two_classes_is_enough_and_the_other_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ourshard"):
+        found = units(llama(), classes=["LlamaDecoderLayer", "LlamaVisionLayer"])
+    assert [label for label in found if "layers" in label] == ["model.layers.0", "model.layers.1"]
+    assert any("LlamaVisionLayer" in message for message in caplog.messages)
+
+
+def test_repeated_blocks_of_a_users_own_model_are_found() -> None:
+    model = nn.Sequential(nn.Linear(13, 13), nn.Sequential(*(Block() for _ in range(3))))
+    assert {"1.0", "1.1", "1.2"} <= set(units(model))
