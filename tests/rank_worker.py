@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import gc
 import io
+import logging
 import os
 import pickle
 import random
@@ -57,7 +58,7 @@ def _rejoin(attempt: int) -> None:
 
 
 def _reset_settings(environment: dict[str, str]) -> None:
-    """Put back what tests change in a process: environment, seeds, torch's switches, accelerate's singletons."""
+    """Put back what tests change in a process: environment, seeds, switches, log level, accelerate's singletons."""
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
@@ -66,6 +67,7 @@ def _reset_settings(environment: dict[str, str]) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
+    logging.getLogger("ourshard").setLevel(logging.NOTSET)
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(True)
