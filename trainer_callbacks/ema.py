@@ -104,8 +104,15 @@ class ShardEMACallback(TrainerCallback):
             self._swap = self.swapped(model)
             self._swap.__enter__()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the weights back if another callback called the evaluation off."""
+        self._put_back()
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the weights back."""
+        self._put_back()
+
+    def _put_back(self) -> None:
         if self._swap is not None:
             swap, self._swap = self._swap, None
             swap.__exit__(None, None, None)

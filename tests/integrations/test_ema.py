@@ -72,6 +72,10 @@ def test_the_average_is_the_formula() -> None:
     ema.on_optimizer_step(None, None, None, model=model)
     with ema.swapped(model):
         assert model.weight.tolist() == [[2.0, 2.0]]
+    ema.evaluate = True
+    ema.on_step_end(None, None, SimpleNamespace(should_evaluate=True), model=model)
+    assert model.weight.tolist() == [[2.0, 2.0]]
+    ema.on_step_begin(None, None, None)  # the evaluation was called off
     assert model.weight.tolist() == [[5.0, 5.0]]
 
 
