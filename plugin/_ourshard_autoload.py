@@ -50,7 +50,12 @@ def install() -> None:
 
 
 def _disabled() -> bool:
-    return os.environ.get("OURSHARD_DISABLE", "").strip().lower() in ("1", "true", "yes", "on")
+    return _says_yes("OURSHARD_DISABLE")
+
+
+def _says_yes(name: str) -> bool:
+    """Read a switch of the environment as `ourshard.integrations.switch.flag` does, without importing it."""
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def _let_ranks_restart() -> None:
@@ -58,7 +63,7 @@ def _let_ranks_restart() -> None:
 
     Otherwise they find the addresses of the ranks before them in the store, and connect to ports that are closed.
     """
-    if os.environ.get("ACCELERATE_USE_OURSHARD", "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
+    if _says_yes("ACCELERATE_USE_OURSHARD"):
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 

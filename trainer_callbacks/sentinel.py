@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from ourshard.checkpoint.foreign.names import shorten
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
@@ -85,14 +86,14 @@ class ShardSentinelCallback(TrainerCallback):
         engine = engine_of(model)
         if engine is None:
             names = [n for n, p in model.named_parameters() if p.grad is not None and not _finite([p.grad])]
-            return f"step {step}: gradients are not finite: {_some(names)}." if names else None
+            return f"step {step}: gradients are not finite: {shorten(names)}." if names else None
         lanes = [lane for lane in engine.lanes() if lane.trainable]
         clean = _finite([gradient for lane in lanes for gradient in _gradients(lane).values()])
         if not engine.control.any_of([not clean], "sentinel: gradients")[0]:
             return None
         mine = [] if clean else [where for lane in lanes for where in _bad_in(lane)]
         told = enumerate(engine.control.gather_objects(mine, "sentinel: which gradients"))
-        found = [f"rank {rank} holds {_some(names)}" for rank, names in told if isinstance(names, list) and names]
+        found = [f"rank {rank} holds {shorten(names)}" for rank, names in told if isinstance(names, list) and names]
         return f"step {step}: gradients are not finite: {'; '.join(found)}."
 
     # ---- actions -------------------------------------------------------------------------------------------
@@ -162,7 +163,3 @@ def _checksum(values: torch.Tensor) -> int:
     """Return the sum of the bits, as integers of the elements' width."""
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     return int(values.detach().contiguous().view(-1).view(width).sum(dtype=torch.int64).item())
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

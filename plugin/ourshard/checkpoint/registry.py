@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 from .sink import Sink
 from .source import Source
@@ -27,7 +28,7 @@ def readers() -> Iterator[type[Source]]:
     from . import foreign
 
     for where in (*OWN_READERS_FIRST, *foreign.READERS, *OWN_READERS_LAST):
-        yield _load(where)
+        yield load_class(where)
 
 
 def writer(name: str) -> type[Sink]:
@@ -35,7 +36,7 @@ def writer(name: str) -> type[Sink]:
     known = writer_names()
     if name not in known:
         raise ValueError(f"cannot write format {name!r}; known: {', '.join(sorted(known))}")
-    return _load(known[name])
+    return load_class(known[name])
 
 
 def writer_names() -> dict[str, str]:
@@ -45,6 +46,7 @@ def writer_names() -> dict[str, str]:
     return {**OWN_WRITERS, **foreign.WRITERS}
 
 
-def _load(where: str) -> type:
+def load_class(where: str) -> type[Any]:
+    """Import a reader or writer, given as "module:class"."""
     module, name = where.split(":")
     return getattr(importlib.import_module(module), name)

@@ -29,6 +29,7 @@ from ourshard.runtime.optim import bring_up_to_date, has_owners
 from . import commit, stepping
 from .background import BACKGROUND
 from .foreign import open_any
+from .foreign.names import shorten
 from .io import DISK, DiskIO
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
@@ -241,7 +242,7 @@ def load(
     name = Path(folder).name
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}"):
-            source = stack.enter_context(_open(Path(folder), model))
+            source = stack.enter_context(_open(Path(folder), model, engine.mesh.world.rank))
             optimizers = _optimizers(optimizer)
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
@@ -262,12 +263,12 @@ def load(
         return source.description.client_state
 
 
-def _open(folder: Path, model: nn.Module) -> Source:
+def _open(folder: Path, model: nn.Module, rank: int) -> Source:
     """Open our own format, or that of another engine (which may number parameters in the order of the model)."""
     if is_ours(folder):
         return ShardedSource(folder)
     source = open_any(folder, [name for name, _ in model.named_parameters()])
-    for loss in source.description.losses:
+    for loss in source.description.losses if rank == 0 else ():
         logger.warning("load: %s", loss)
     return source
 
@@ -314,14 +315,10 @@ def _refuse_misfits(
         "unexpected": unexpected,
         "of another shape": wrong,
     }
-    problems = [f"{what}: {_some(items)}" for what, items in lists.items() if items]
+    problems = [f"{what}: {shorten(items, 8)}" for what, items in lists.items() if items]
     problems += stepping.misfits(optimizers, portions, saved) if not problems else []
     if problems:
         raise CheckpointError(f"{source.path} does not fit, and nothing was loaded: {'; '.join(problems)}.")
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
 
 
 def _refuse_damage(source: Source, share: slice) -> None:

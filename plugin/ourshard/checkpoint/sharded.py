@@ -13,6 +13,7 @@ import torch
 
 from . import plain
 from .companions import companions
+from .foreign.names import shorten
 from .io import inside
 from .manifest import NAME, PARTIAL_NAMES, PLAIN, FileRecord, Manifest, load, merge, unseal
 from .pieces import FilePool, Piece, digest_of, gaps_of, overlapping, read_run, read_run_into, where
@@ -143,7 +144,7 @@ class ShardedSource(Source):
         self.check_sizes()
         problems = [problem for _, problem in self.verify_files(share) if problem]
         if problems:
-            raise CheckpointError("; ".join(problems[:8]))
+            raise CheckpointError(shorten(problems, 8))
 
     def close(self) -> None:
         """Close the files."""

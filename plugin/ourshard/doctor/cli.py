@@ -84,10 +84,11 @@ def doctor(
 def _check_processes(processes: int, launched: bool) -> None:
     import torch
 
+    from ourshard.doctor.examination import uses_gpus
+
     if launched:
         raise ValueError("--processes: a launcher has started the ranks already; leave it out.")
-    on_gpus = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
-    if on_gpus and processes > torch.cuda.device_count():
+    if uses_gpus() and processes > torch.cuda.device_count():
         raise ValueError(
             f"--processes: {processes} ranks need as many GPUs, and {torch.cuda.device_count()} are visible; give "
             "fewer, or set ACCELERATE_USE_CPU=true."

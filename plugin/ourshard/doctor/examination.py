@@ -71,9 +71,16 @@ def examine(folder: Path) -> Report | None:
             dist.destroy_process_group()
 
 
+def uses_gpus() -> bool:
+    """Say whether accelerate would choose GPUs here."""
+    from ourshard.integrations import switch
+
+    return torch.cuda.is_available() and not switch.flag("ACCELERATE_USE_CPU")
+
+
 def _device() -> torch.device:
     """Return this rank's device, as accelerate would choose it."""
-    if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
+    if not uses_gpus():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

@@ -89,7 +89,9 @@ def _cuda_build() -> Iterator[Finding]:
 
 
 def _switches() -> Iterator[Finding]:
-    if os.environ.get("OURSHARD_DISABLE", "").lower() in ("1", "true"):
+    from ourshard.integrations import switch
+
+    if switch.flag(switch.DISABLE):
         text = "OURSHARD_DISABLE is set: training runs without ourshard"
         yield Finding("switches", text, Verdict.NOTE, "unset OURSHARD_DISABLE")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,8 +38,9 @@ def is_foreign(path: Path) -> bool:
     """Tell whether a folder is a checkpoint of another engine, not of ourshard and not weights alone."""
     if not path.is_dir():
         return False
-    readers = (reader.split(":") for reader in READERS if reader not in WEIGHTS_ALONE)
-    return any(getattr(import_module(module), name).find(path) is not None for module, name in readers)
+    from ..registry import load_class
+
+    return any(load_class(reader).find(path) is not None for reader in READERS if reader not in WEIGHTS_ALONE)
 
 
 def open_any(path: str | Path, parameter_order: Sequence[str] | None = None) -> Source:
