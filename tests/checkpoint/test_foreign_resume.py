@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,19 @@ def test_a_trainer_resumes_from_the_checkpoint_of_another_engine(ranks: Any, cas
     assert ranks(2)(through_trainer, kind, str(case.inner()), out, timeout=100) == [5, 5]
     with detect(out) as source:
         assert_equals_truth(source, load_truth(case.truth))
+
+
+def refused_by_trainer(kind: str, folder: str, out: str) -> str:
+    with pytest.raises(ValueError, match="nothing was loaded") as raised:
+        through_trainer(kind, folder, out)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in ("shared", BY_TRAINER[1])])
+def test_a_checkpoint_without_a_scheduler_is_refused_before_it_is_loaded(
+    ranks: Any, case: Case, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(case.inner(), folder, ignore=shutil.ignore_patterns("scheduler.pt"))
+    for told in ranks(2)(refused_by_trainer, "llama", str(folder), str(tmp_path / "out"), timeout=60):
+        assert "checkpoint-3 has no scheduler.pt" in told

@@ -89,6 +89,11 @@ def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str 
         return
     folder = Path(checkpoint)
     if _is_of_another_engine(folder):
+        if not (folder / SCHEDULER).is_file():
+            raise ValueError(
+                f"resume_from_checkpoint: nothing was loaded, as {folder} has no {SCHEDULER} (DeepSpeed keeps "
+                "a scheduler of its own config elsewhere). Take its weights: `ourshard convert` makes a folder for from_pretrained."
+            )
         running.load(models.inner(trainer.model), trainer.optimizer, folder)
         _load_scheduler(trainer, folder)
         return
@@ -101,10 +106,6 @@ def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str 
 
 
 def _load_scheduler(trainer: Any, folder: Path) -> None:
-    if not (folder / SCHEDULER).is_file():
-        raise ValueError(
-            f"resume_from_checkpoint: {folder} has no {SCHEDULER}; the Trainer writes it in every checkpoint."
-        )
     trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
 
