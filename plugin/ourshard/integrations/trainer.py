@@ -92,7 +92,8 @@ def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str 
         if not (folder / SCHEDULER).is_file():
             raise ValueError(
                 f"resume_from_checkpoint: nothing was loaded, as {folder} has no {SCHEDULER} (DeepSpeed keeps "
-                "a scheduler of its own config elsewhere). Take its weights: `ourshard convert` makes a folder for from_pretrained."
+                "a scheduler of its own config elsewhere). Take its weights: `ourshard convert` makes a folder for "
+                "from_pretrained."
             )
         running.load(models.inner(trainer.model), trainer.optimizer, folder)
         _load_scheduler(trainer, folder)
