@@ -30,11 +30,20 @@ LEAVING = """
 import atexit
 import torch
 import torch.distributed as dist
-atexit.register(lambda: print(f"DESTROYED {not dist.is_initialized()}\\n", end="", flush=True))
+import glob
+def threads():
+    return [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
+def last():
+    left = [name for name in threads() if "gloo" in name]
+    print(f"DESTROYED {not dist.is_initialized()} LEFT {left} OF {had}\\n", end="", flush=True)
+atexit.register(last)
 from accelerate import Accelerator
 accelerator = Accelerator()
 model = accelerator.prepare(torch.nn.Linear(64, 64))
 model(torch.ones(2, 64)).sum().backward()
+accelerator.get_state_dict(model)
+accelerator.wait_for_everyone()
+had = sum("gloo" in name for name in threads())
 """
 
 LAUNCHERS = """
@@ -79,7 +88,10 @@ def test_the_first_traceback_is_the_last_in_the_log_and_all_ranks_end_in_seconds
 def test_a_script_that_just_ends_leaves_its_process_group(tmp_path: Path):
     script = tmp_path / "leaving.py"
     script.write_text(LEAVING)
-    assert launch(script).stdout.count("DESTROYED True") == 2
+    told = launch(script).stdout
+    assert told.count("DESTROYED True") == 2
+    # A thread that frees a tensor while the interpreter goes down aborts the process.
+    assert len(re.findall(r"LEFT \[\] OF [1-9]", told)) == 2, told
 
 
 @pytest.mark.ranks

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.mesh import host_group
 
 from .source import CheckpointError
 from .staging import Staging
@@ -34,8 +35,6 @@ class Background:
         self.staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: str | None = None
-        self._group: dist.ProcessGroup | None = None
-        self._of_world: object = None
 
     @property
     def busy(self) -> bool:
@@ -65,7 +64,8 @@ class Background:
         All are called in the thread, and use no collectives.
         """
         assert self._thread is None, "the save before was not waited for"
-        lead, group = engine.mesh.world.rank == 0, self._prepare(engine)
+        lead, seconds = engine.mesh.world.rank == 0, engine.config.timeout or COMMIT_WITHIN
+        group = host_group("background saves", timedelta(seconds=seconds))
 
         def run() -> None:
             error = _agree(group, _attempt(write), f"writing {name}")
@@ -79,16 +79,6 @@ class Background:
 
         self._thread = threading.Thread(target=run, name="ourshard-save")
         self._thread.start()
-
-    def _prepare(self, engine: Engine) -> dist.ProcessGroup | None:
-        """Return the group of the threads, made at the first save."""
-        if engine.mesh.world.size == 1:
-            return None
-        if self._group is None or self._of_world is not dist.group.WORLD:
-            seconds = timedelta(seconds=engine.config.timeout or COMMIT_WITHIN)
-            self._of_world = dist.group.WORLD
-            self._group = dist.new_group(backend="gloo", timeout=seconds)
-        return self._group
 
 
 def _attempt(action: Callable[[], None]) -> str | None:

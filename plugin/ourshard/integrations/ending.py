@@ -7,6 +7,11 @@ it is ended within that time and prints nothing. The first failing rank also han
 shows it as the root cause at the end of the log, and then leaves with `os._exit`, after the exit functions: the
 destructors of a process group whose peers are stuck may wait for ever, and torchrun sees a failure only when the
 process is gone.
+
+Note [Threads of process groups]
+A thread of a gloo group frees the tensors of a collective after the main thread was told of its end. If that needs the
+interpreter while it goes down, Python ends the thread, and C++ ends the process with SIGABRT. A group joins its threads
+when the last reference to it goes, so all of ours are dropped before the groups are destroyed.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+
+from ourshard.runtime.engine import let_go_of_groups
 
 GRACE = 3.0  # seconds that a rank with a lost connection leaves to the one that failed first
 LEAVE_WITHIN = 5.0  # seconds that exit functions get after an exception
@@ -45,8 +52,9 @@ def watch() -> None:
 
 
 def _leave_group() -> None:
-    """Destroy the process group: without this a rank sometimes aborts while the interpreter goes down."""
+    """Destroy the process groups, and with them their threads: Note [Threads of process groups]."""
     if dist.is_initialized():
+        let_go_of_groups()
         dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ one whose peer was lost, is left to the launcher's SIGKILL, which torchrun sends
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from transformers import TrainerCallback
 
 from ourshard.integrations.restart import restarts
 from ourshard.integrations.trainer_resume import newest_complete
+from ourshard.runtime.mesh import host_group
 
 logger = logging.getLogger("ourshard")
 
@@ -72,18 +72,11 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-@functools.lru_cache(maxsize=1)
-def _host_group(world: Any) -> Any:
-    """Return a gloo group over all ranks; one for each default group, since groups are never given back."""
-    return dist.new_group(backend="gloo")
-
-
 class StopOnSignal(TrainerCallback):
     """Saves and ends training at the same step on all ranks once any rank got SIGTERM; see Note [SIGTERM]."""
 
     def __init__(self) -> None:
-        many = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = _host_group(dist.group.WORLD) if many else None
+        self._group = host_group("SIGTERM")
         self._asked = False
         self._sent: tuple[torch.Tensor, Any] | None = None
 

@@ -115,6 +115,11 @@ def watch() -> Watch | None:
     return _WATCHES[world]
 
 
+def stop_watching() -> None:
+    """Forget this process's watch, which knows its process group."""
+    _WATCHES.clear()
+
+
 class _Exchange:
     """A short text of every rank, on its way."""
 

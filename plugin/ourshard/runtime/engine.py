@@ -22,13 +22,13 @@ from ourshard.config import Accumulate, ShardConfig, Tier
 from ourshard.runtime.casting import cast
 from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer
-from ourshard.runtime.control import Control
+from ourshard.runtime.control import Control, stop_watching
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, hook_outputs
 from ourshard.runtime.host import HostMemory
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
-from ourshard.runtime.mesh import Mesh
+from ourshard.runtime.mesh import Mesh, let_go, let_go_of_all
 from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
@@ -469,6 +469,15 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError("A sharded model can't be pickled; save it with accelerator.save_model or save_pretrained.")
+
+
+def let_go_of_groups() -> None:
+    """Drop the references of all engines to process groups, which nothing can use any more: the process ends."""
+    for engine in ENGINES:
+        engine.control.group = None
+        let_go(engine.mesh)
+    let_go_of_all()
+    stop_watching()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -41,6 +41,7 @@ class Mesh:
 
 
 _MESHES: dict[tuple[object, ...], Mesh] = {}
+_HOST_GROUPS: dict[tuple[str, object], dist.ProcessGroup] = {}  # (purpose, default group) -> group
 
 
 def default_device() -> torch.device:
@@ -74,6 +75,34 @@ def build_mesh(config: ShardConfig, mesh: Mesh | DeviceMesh | None = None, devic
             _make_mesh(world, shard_size, device, timeout) if mesh is None else _from_device_mesh(mesh, device)
         )
     return _MESHES[key]
+
+
+def host_group(purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Return a gloo group over all ranks, one for each purpose; None where there is one rank.
+
+    Collective the first time. Groups are never given back, so it is kept as long as the default group is the same.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    key = purpose, dist.group.WORLD
+    if key not in _HOST_GROUPS:
+        _HOST_GROUPS[key] = dist.new_group(backend="gloo", timeout=timeout)
+    return _HOST_GROUPS[key]
+
+
+def let_go(mesh: Mesh) -> None:
+    """Drop a mesh's references to its process groups; it can't be used any more."""
+    for axis in (mesh.shard, mesh.replicate, mesh.world):
+        object.__setattr__(axis, "group", None)
+    object.__setattr__(mesh, "control", None)
+
+
+def let_go_of_all() -> None:
+    """Let go of all meshes and groups of this process."""
+    for mesh in _MESHES.values():
+        let_go(mesh)
+    _MESHES.clear()
+    _HOST_GROUPS.clear()
 
 
 def _shard_size(config: ShardConfig, world: int) -> int:
