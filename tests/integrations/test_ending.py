@@ -31,10 +31,12 @@ import atexit
 import torch
 import torch.distributed as dist
 import glob
+import threading
 def threads():
     return [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
 def last():
     left = [name for name in threads() if "gloo" in name]
+    left += [thread.name for thread in threading.enumerate() if "ourshard" in thread.name]
     print(f"DESTROYED {not dist.is_initialized()} LEFT {left} OF {had}\\n", end="", flush=True)
 atexit.register(last)
 from accelerate import Accelerator
@@ -85,9 +87,10 @@ def test_the_first_traceback_is_the_last_in_the_log_and_all_ranks_end_in_seconds
 
 
 @pytest.mark.ranks
-def test_a_script_that_just_ends_leaves_its_process_group(tmp_path: Path):
+@pytest.mark.parametrize("end", ["", "accelerator.end_training()"], ids=["just_ends", "ends_training"])
+def test_a_script_that_ends_leaves_its_process_groups_and_their_threads(tmp_path: Path, end: str):
     script = tmp_path / "leaving.py"
-    script.write_text(LEAVING)
+    script.write_text(LEAVING + end)
     told = launch(script).stdout
     assert told.count("DESTROYED True") == 2
     # A thread that frees a tensor while the interpreter goes down aborts the process.

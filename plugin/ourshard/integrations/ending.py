@@ -52,9 +52,12 @@ def watch() -> None:
 
 
 def _leave_group() -> None:
-    """Destroy the process groups, and with them their threads: Note [Threads of process groups]."""
+    """Destroy the process groups, and with them their threads: Note [Threads of process groups].
+
+    The script may have destroyed them itself, as `Accelerator.end_training` does: our references are left all the same.
+    """
+    let_go_of_groups()
     if dist.is_initialized():
-        let_go_of_groups()
         dist.destroy_process_group()
 
 

@@ -59,6 +59,7 @@ class Watch:
         self._current: _Wait | None = None
         self._last = "nothing yet"
         self._posted = ""
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ourshard-watch", daemon=True)
         self._thread.start()
 
@@ -70,9 +71,13 @@ class Watch:
         self._last = label
         self._current = None
 
+    def stop(self) -> None:
+        """End the thread; it may be in the middle of a word to the store."""
+        self._stopped.set()
+        self._thread.join(timeout=1.0)
+
     def _run(self) -> None:
-        while True:
-            time.sleep(1.0)
+        while not self._stopped.wait(1.0):
             try:
                 self._post(self._current)
             except Exception:  # the store is gone: the job ends
@@ -107,7 +112,7 @@ def watch() -> Watch | None:
         return None
     world = dist.group.WORLD
     if world not in _WATCHES:
-        _WATCHES.clear()
+        stop_watching()
         store = dist.distributed_c10d._get_default_store()
         _WATCHES[world] = Watch(
             store.clone() if hasattr(store, "clone") else store, dist.get_rank(), dist.get_world_size()
@@ -116,7 +121,9 @@ def watch() -> Watch | None:
 
 
 def stop_watching() -> None:
-    """Forget this process's watch, which knows its process group."""
+    """End this process's watch, which knows its process group."""
+    for running in _WATCHES.values():
+        running.stop()
     _WATCHES.clear()
 
 
