@@ -12,7 +12,10 @@ import pytest
 import yaml
 from accelerate.commands.config import config_args
 from ourshard.config import ShardConfig
+from ourshard.flags.cli import app
 from ourshard.integrations import launcher
+from ourshard.integrations.plugin import ShardPlugin
+from typer.testing import CliRunner
 
 from tests.commands import ROOT, free_port, launch, run_cli
 
@@ -204,11 +207,28 @@ def test_a_deepspeed_file_hands_over_what_its_engine_would_have_done(monkeypatch
     assert config.to_dict()["distributed_type"] == "DEEPSPEED"
 
 
-def test_a_file_and_the_environment_that_disagree_are_refused(monkeypatch, config_file):
-    config = config_args.load_config_from_file(str(config_file(ourshard_config={"stage": 2})))
-    monkeypatch.setenv("OURSHARD_CONFIG", '{"stage": 3}')
-    with pytest.raises(ValueError, match="ourshard_config gives 2, but OURSHARD_CONFIG gives 3"):
+@pytest.mark.parametrize(("name", "value"), [("OURSHARD_CONFIG", '{"stage": 3}'), ("OURSHARD_STAGE", "3")])
+def test_h02_a_file_and_the_environment_that_disagree_are_refused_by_name(monkeypatch, config_file, name, value):
+    path = config_file(ourshard_config={"stage": 2})
+    config = config_args.load_config_from_file(str(path))
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{path}: ourshard_config gives 2, but {name} gives 3"):
         launcher.prepare_multi_gpu_env(lambda args: {}, arguments(ourshard_config=config.ourshard_config))
+
+
+def test_h02_a_worker_names_the_file_that_its_launcher_read(monkeypatch, config_file):
+    path = config_file(ourshard_config={"stage": 2})
+    section = config_args.load_config_from_file(str(path)).ourshard_config
+    monkeypatch.setenv("OURSHARD_PREFETCH_FORWARD", "2")
+    for name, value in launcher.prepare_multi_gpu_env(lambda args: {}, arguments(ourshard_config=section)).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"the ShardPlugin gives 3, but {path}: ourshard_config gives 2"):
+        ShardPlugin({"stage": 3, "prefetch": {"forward": 2}}).check_environment()
+    assert ShardPlugin().config == ShardConfig.from_dict({"stage": 2, "prefetch": {"forward": 2}})
+    shown = CliRunner().invoke(app, ["show", "--json"], env={"RANK": "0"})
+    config = json.loads(shown.stdout)["config"]
+    assert config["stage"] == {"value": 2, "from": f"{path}: ourshard_config"}
+    assert config["prefetch.forward"] == {"value": 2, "from": "OURSHARD_PREFETCH_FORWARD"}
 
 
 def test_the_shipped_config_is_read_and_every_line_has_a_comment():

@@ -16,7 +16,7 @@ from ourshard.config import ShardConfig, config_keys, flatten, plain_value, unfl
 from ourshard.flags import sources
 from ourshard.flags.native import KEYS, dump
 from ourshard.flags.result import from_values, merge
-from ourshard.flags.sources import from_environment, from_text, read, resolve, variables
+from ourshard.flags.sources import for_environment, from_environment, from_text, read, resolve, variables
 
 from tests.commands import ROOT
 
@@ -67,13 +67,23 @@ def test_each_value_knows_where_it_came_from(tmp_path: Path) -> None:
     assert result.origin("timeout") == "default"
 
 
-def test_two_sources_that_disagree_are_named_both() -> None:
+def test_h02_two_sources_that_disagree_are_named_both() -> None:
     with pytest.raises(ValueError, match=r"stage: kwargs gives 3, but OURSHARD_STAGE gives 2.*remove one"):
         resolve({"kwargs": {"stage": 3}}, {"OURSHARD_STAGE": "2"})
     with pytest.raises(ValueError, match=r"offload.optimizer: YAML gives 'cpu', but kwargs gives 'nvme'"):
         resolve(
             {"YAML": {"offload": {"optimizer": "cpu"}}, "kwargs": "offload.optimizer=nvme,offload.nvme_path=/a"}, {}
         )
+
+
+def test_h02_a_launchers_word_keeps_its_origin_while_its_value_stands() -> None:
+    said = from_values({"stage": 2, "ledger": True}, "stage2.yaml: ourshard_config")
+    told = for_environment(said)
+    assert from_environment(told) == said
+    with pytest.raises(ValueError, match=r"stage: kwargs gives 3, but stage2.yaml: ourshard_config gives 2"):
+        resolve({"kwargs": {"stage": 3}}, told)
+    changed = from_environment({**told, "OURSHARD_CONFIG": '{"stage": 1, "ledger": true}'})
+    assert changed.origins == {"stage": "OURSHARD_CONFIG", "ledger": "stage2.yaml: ourshard_config"}
 
 
 def test_the_same_value_in_another_spelling_agrees() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from ourshard.flags.translate import compose, elsewhere, translate
 
 app = typer.Typer(help="Translate, show and write configurations.", no_args_is_help=True, add_completion=False)
 
+_RANK = "RANK"  # the variable that each launcher sets for its workers
 SHORT_FORM = "Short form: stage=3,offload.optimizer=cpu."
 
 
@@ -68,33 +69,53 @@ def show_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Print the keys that nobody set, too.")] = False,
 ) -> None:
-    """Print the resolved config, and where each value came from: the file, the environment and --set."""
+    """Print the resolved config, and where each value came from: the file, the environment and --set.
+
+    Under a launcher rank 0 prints what the launcher told its workers, with the file and section that said it:
+
+        accelerate launch --config_file config.yaml -m ourshard.flags show
+    """
     with _one_line_errors():
-        results = [from_environment(), *(read(text, "--set") for text in given or ())]
         path = file or _default_file()
+        document = load(path) if path is not None else {}
+        results = [from_environment(), *(read(text, "--set") for text in given or ())]
         if path is not None:
-            results.insert(0, read_document(load(path), path.name))
+            results.insert(0, read_document(document, path.name))
         result = merge(results)
+        beside = _of_accelerate(document, path.name if path else "")
     if as_json:
-        values = {key: {"value": value, "from": origin} for key, (value, origin) in explain(result).items()}
-        document = {"config": values, "run": dict(result.run.said), "notes": list(result.notes)}
-        typer.echo(json.dumps(document, indent=2))
+        config, accelerate = (
+            {key: {"value": value, "from": origin} for key, (value, origin) in values.items()}
+            for values in (explain(result), beside)
+        )
+        run, notes = dict(result.run.said), list(result.notes)
+        typer.echo(json.dumps({"config": config, "accelerate": accelerate, "run": run, "notes": notes}, indent=2))
         return
-    _print(result, every)
+    _print(result, beside, every)
+
+
+def _of_accelerate(document: Mapping[str, Any], path: str) -> dict[str, tuple[Any, str]]:
+    """Return Accelerate's own values that decide how ourshard runs, each with where it came from."""
+    told = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "num_processes": "WORLD_SIZE"}
+    if _RANK in os.environ:
+        return {key: (os.environ[name], name) for key, name in told.items() if name in os.environ}
+    return {key: (document[key], path) for key in told if document.get(key) is not None}
 
 
 def _default_file() -> Path | None:
-    """Return the config file that `accelerate launch` takes when none is named, if there is one."""
+    """Return the file that `accelerate launch` takes when none is named, if it is there and this is no worker."""
+    if _RANK in os.environ:
+        return None
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     home = Path(os.environ.get("HF_HOME", cache / "huggingface")) / "accelerate"
     found = [home / name for name in ("default_config.yaml", "default_config.json") if (home / name).is_file()]
     return found[0] if found else None
 
 
-def _print(result: FlagResult, every: bool) -> None:
+def _print(result: FlagResult, beside: Mapping[str, tuple[Any, str]], every: bool) -> None:
     table = Table("key", "value", "from", "meaning", box=None, pad_edge=False)
-    for key, (value, origin) in explain(result).items():
-        if every or key in result.said or key == "stage":
+    for key, (value, origin) in {**beside, **explain(result)}.items():
+        if every or key in result.said or key in beside or key == "stage":
             table.add_row(key, _cell(value), origin, comment_of(key))
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width)

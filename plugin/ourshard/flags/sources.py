@@ -6,6 +6,7 @@ names both. Only what nobody said is a default.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -14,15 +15,25 @@ from typing import Any
 
 import yaml
 
-from ourshard.config import ShardConfig, config_keys, flatten, nearest
+from ourshard.config import ShardConfig, config_keys, flatten, nearest, unflatten
 from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed
 from ourshard.flags.fsdp import FSDP, from_fsdp
-from ourshard.flags.result import FlagResult, from_values, merge
+from ourshard.flags.result import RUN, FlagResult, from_values, merge
 
 PREFIX = "OURSHARD_"
 CONFIG_VARIABLE = "OURSHARD_CONFIG"  # JSON, the short form, or the path of a file
+# JSON, dotted key -> [value, origin]: in whose words a launcher found what it wrote to CONFIG_VARIABLE.
+ORIGINS_VARIABLE = "OURSHARD_CONFIG_FROM"
 # Variables of this prefix that are read elsewhere; any other that is no key of the config is refused.
-OTHER_VARIABLES = frozenset({"OURSHARD_DISABLE", "OURSHARD_GRADIENT_CLIPPING"})
+OTHER_VARIABLES = frozenset(
+    {
+        ORIGINS_VARIABLE,
+        "OURSHARD_DISABLE",
+        "OURSHARD_GRADIENT_CLIPPING",
+        "OURSHARD_FIXTURES",  # this one and the next by the tests
+        "OURSHARD_WRITE_TRACES",
+    }
+)
 SECTIONS = ("ourshard_config", "fsdp_config", "deepspeed_config")
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -161,12 +172,26 @@ def from_environment(environ: Mapping[str, str] | None = None) -> FlagResult:
         if not name.startswith(PREFIX) or name in OTHER_VARIABLES:
             continue
         if name == CONFIG_VARIABLE:
-            results.append(read(environ[name], CONFIG_VARIABLE))
+            results.append(_with_origins(read(environ[name], CONFIG_VARIABLE), environ.get(ORIGINS_VARIABLE, "{}")))
         elif name in names:
             results.append(from_values({names[name]: _scalar(environ[name].strip())}, name))
         else:
             raise ValueError(f"Unknown variable {name} in the environment.{nearest(name, [CONFIG_VARIABLE, *names])}")
     return merge(results, complete=False)
+
+
+def for_environment(result: FlagResult) -> dict[str, str]:
+    """Return the variables that tell another process what was said and by whom; `from_environment` reads them."""
+    said = {key: value for key, value in result.said.items() if not key.startswith(RUN)}
+    origins = {key: [value, result.origins[key]] for key, value in said.items()}
+    return {CONFIG_VARIABLE: json.dumps(unflatten(said)), ORIGINS_VARIABLE: json.dumps(origins)}
+
+
+def _with_origins(result: FlagResult, told: str) -> FlagResult:
+    """Put the origins that a launcher told in place of the variable's name, where the value is still the launcher's."""
+    known = _from_json(told, ORIGINS_VARIABLE)
+    still = [key for key, value in result.said.items() if key in known and known[key][0] == value]
+    return dataclasses.replace(result, origins={**result.origins, **{key: known[key][1] for key in still}})
 
 
 def variables() -> dict[str, str]:

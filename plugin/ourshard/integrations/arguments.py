@@ -10,7 +10,8 @@ from typing import Any
 
 from ourshard.flags.fsdp import from_fsdp
 from ourshard.flags.objects import from_deepspeed_plugin, from_fsdp_plugin
-from ourshard.flags.result import FlagResult, from_values, merge
+from ourshard.flags.result import FlagResult, merge
+from ourshard.flags.sources import from_environment
 from ourshard.integrations import switch
 from ourshard.integrations.plugin import ShardPlugin
 
@@ -39,8 +40,8 @@ def take_plugin(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin:
     if explicit is not None:
         explicit.check_environment()
         return explicit
+    result = merge([result, from_environment()])
     _apply_run(result, kwargs)
-    result = merge([result, from_values(switch.environment_config(), switch.CONFIG)])
     clipping = result.run.gradient_clipping or float(os.environ.get(switch.GRADIENT_CLIPPING, "0")) or None
     return ShardPlugin(result.config, gradient_clipping=clipping)
 

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
-from ourshard.flags.result import FlagResult, from_values, merge
+from ourshard.flags import sources
+from ourshard.flags.result import FlagResult, merge
 from ourshard.integrations.switch import SWITCH, ConfigError, flag
 
 NAME = "OURSHARD"
+_file: ContextVar[str] = ContextVar("file", default="")  # the config file that is being read
 FOREIGN = ("fsdp_config", "deepspeed_config")
 # What a file may say beside the switch; the rest names an engine that ourshard does not stand on.
 SHARDABLE = (
@@ -66,8 +70,28 @@ def with_section(cluster_config: type) -> type:
                     result["ourshard_config"] = dict(section.written)
             return result
 
+        @classmethod
+        def from_yaml_file(cls, yaml_file: str | None = None) -> Any:
+            with _reading(yaml_file):
+                return super().from_yaml_file(yaml_file)  # type: ignore[misc]
+
+        @classmethod
+        def from_json_file(cls, json_file: str | None = None) -> Any:
+            with _reading(json_file):
+                return super().from_json_file(json_file)  # type: ignore[misc]
+
     ClusterConfig.__module__, ClusterConfig.__qualname__ = cluster_config.__module__, cluster_config.__qualname__
     return dataclasses.dataclass(ClusterConfig)
+
+
+@contextmanager
+def _reading(path: str | None) -> Iterator[None]:
+    """Let `_resolve`, which is given values alone, name the file that they come from."""
+    token = _file.set(str(path or ""))
+    try:
+        yield
+    finally:
+        _file.reset(token)
 
 
 def _resolve(values: dict[str, Any]) -> dict[str, Any]:
@@ -96,15 +120,6 @@ def read_sections(values: Mapping[str, Any]) -> FlagResult:
     if written is not None and not isinstance(written, Mapping):
         raise ConfigError(f"ourshard_config: expected a mapping of keys and values, got {written!r}.")
     try:
-        results = [from_values(written or {}, "ourshard_config")]
-        if values.get("fsdp_config"):
-            from ourshard.flags.fsdp import from_fsdp
-
-            results.append(from_fsdp(values["fsdp_config"], parallelism=values.get("parallelism_config") or None))
-        if values.get("deepspeed_config"):
-            from ourshard.flags.deepspeed import from_deepspeed
-
-            results.append(from_deepspeed(values["deepspeed_config"]))
-        return merge(results)
+        return merge([sources.read_sections(values, _file.get())])
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error

@@ -6,16 +6,15 @@ workers. Where ourshard was not asked for, it adds nothing.
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ourshard.config import unflatten
-from ourshard.flags.result import RUN, FlagResult, from_values, merge
+from ourshard.flags.result import FlagResult, merge
+from ourshard.flags.sources import for_environment, from_environment
 from ourshard.integrations.cluster_config import Section
-from ourshard.integrations.switch import CONFIG, GRADIENT_CLIPPING, SWITCH, ConfigError, environment_config, flag
+from ourshard.integrations.switch import GRADIENT_CLIPPING, SWITCH, ConfigError, flag
 
 Environment = dict[str, str]
 # Read by accelerate itself in the workers, which would set up the other engine.
@@ -72,7 +71,7 @@ def _wanted(args: Namespace) -> FlagResult | None:
     try:
         if args.use_fsdp:
             sources.append(_from_flags(args))
-        result = merge([*sources, from_values(environment_config(), CONFIG)])
+        result = merge([*sources, from_environment()])
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
     _check_sizes(result, args)
@@ -97,10 +96,9 @@ def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) ->
     """Write the switch and the config to the workers' environment."""
     for name in _OTHER_ENGINES:
         environment.pop(name, None)
-    said = {key: value for key, value in wanted.said.items() if not key.startswith(RUN)}
     environment[SWITCH] = "true"
     environment.setdefault(_OWN_STORE, "1")
-    environment[CONFIG] = json.dumps(unflatten(said))
+    environment.update(for_environment(wanted))
     if wanted.run.gradient_accumulation_steps is not None:
         environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(wanted.run.gradient_accumulation_steps)
     if wanted.run.gradient_clipping:

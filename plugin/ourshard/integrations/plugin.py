@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ourshard.config import ShardConfig, flatten
-from ourshard.flags.result import disagreement, from_values
-from ourshard.integrations import switch
+from ourshard.flags.result import RUN, disagreement
+from ourshard.flags.sources import from_environment
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,11 +41,11 @@ class ShardPlugin:
         self._changes = weakref.WeakKeyDictionary()
 
     def check_environment(self) -> None:
-        """Raise `ValueError` where `OURSHARD_CONFIG` says another thing than this plugin."""
-        mine = flatten(self.config.to_dict())
-        for key, value in from_values(switch.environment_config(), switch.CONFIG).said.items():
-            if mine[key] != value:
-                raise ValueError(disagreement(key, mine[key], "the ShardPlugin", value, switch.CONFIG))
+        """Raise `ValueError` where the environment says another thing than this plugin."""
+        mine, theirs = flatten(self.config.to_dict()), from_environment()
+        for key, value in theirs.said.items():
+            if not key.startswith(RUN) and mine[key] != value:
+                raise ValueError(disagreement(key, mine[key], "the ShardPlugin", value, theirs.origins[key]))
 
     def for_model(self, model: nn.Module, **changes: Any) -> ShardPlugin:
         """Let `model` differ from the others in some top-level keys; call it before `prepare`. Returns the plugin.
@@ -73,7 +73,7 @@ def _read(config: ShardConfig | Mapping[str, Any] | None) -> ShardConfig:
     if isinstance(config, ShardConfig):
         return config
     if config is None:
-        return from_values(switch.environment_config(), switch.CONFIG).config
+        return from_environment().config
     if isinstance(config, Mapping):
         return ShardConfig.from_dict(config)
     raise ValueError(

@@ -6,7 +6,6 @@ with the config as JSON. `accelerate launch` sets both from the YAML; `torchrun`
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from ourshard.integrations.plugin import ShardPlugin
 
 SWITCH = "ACCELERATE_USE_OURSHARD"
-CONFIG = "OURSHARD_CONFIG"
+CONFIG = "OURSHARD_CONFIG"  # read and written by `ourshard.flags.sources`, which is imported only where ourshard is on
 GRADIENT_CLIPPING = "OURSHARD_GRADIENT_CLIPPING"  # a number; the launcher writes it from a DeepSpeed config
 DISABLE = "OURSHARD_DISABLE"
 
@@ -57,10 +56,12 @@ def asked_for(arguments: Mapping[str, Any]) -> bool:
 def enable(plugin: ShardPlugin | ShardConfig | Mapping[str, Any] | None = None) -> ShardPlugin:
     """Make every `Accelerator` that this process and its children create from now on a sharded one.
 
-    Call it before `Accelerator()`, or before `notebook_launcher` and `debug_launcher`. It writes `SWITCH` and `CONFIG`
-    to the environment, which is how spawned processes learn of it. Returns the plugin in force.
+    Call it before `Accelerator()`, or before `notebook_launcher` and `debug_launcher`. It writes switch and config to
+    the environment, which is how spawned processes learn of it. Returns the plugin in force.
     """
     global _enabled, _enabled_as
+    from ourshard.flags.result import from_values
+    from ourshard.flags.sources import for_environment
     from ourshard.integrations.plugin import ShardPlugin
 
     if flag(DISABLE):
@@ -70,36 +71,28 @@ def enable(plugin: ShardPlugin | ShardConfig | Mapping[str, Any] | None = None) 
         wanted.check_environment()
     _enabled = wanted
     os.environ[SWITCH] = "true"
-    os.environ[CONFIG] = json.dumps(wanted.config.to_dict())
-    _enabled_as = (os.environ[SWITCH], os.environ[CONFIG])
+    os.environ.update(for_environment(from_values(wanted.config.to_dict(), "ourshard.enable()")))
+    _enabled_as = _environment()
     return wanted
 
 
 def disable() -> None:
     """Take `enable` back: an `Accelerator` created from now on is the stock one."""
     global _enabled
+    from ourshard.flags.sources import ORIGINS_VARIABLE
+
     _enabled = None
-    os.environ.pop(SWITCH, None)
-    os.environ.pop(CONFIG, None)
+    for name in (SWITCH, CONFIG, ORIGINS_VARIABLE):
+        os.environ.pop(name, None)
 
 
 def enabled_plugin() -> ShardPlugin | None:
     """Return the plugin that `enable` was given, if the environment still is what `enable` made it."""
-    return _enabled if _enabled_as == (os.environ.get(SWITCH), os.environ.get(CONFIG)) else None
+    return _enabled if _enabled_as == _environment() else None
 
 
-def environment_config() -> dict[str, Any]:
-    """Return what `OURSHARD_CONFIG` holds, as plain nested values; empty when it is not set."""
-    text = os.environ.get(CONFIG, "").strip()
-    if not text:
-        return {}
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{CONFIG} is not JSON ({error}): {text[:100]!r}. Example: '{{\"stage\": 2}}'.") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{CONFIG}: expected a JSON object, got {text[:100]!r}. Example: '{{\"stage\": 2}}'.")
-    return values
+def _environment() -> tuple[str | None, str | None]:
+    return os.environ.get(SWITCH), os.environ.get(CONFIG)
 
 
 def mentions_ourshard(config_file: str | os.PathLike[str]) -> bool:

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 
 from ourshard.flags.objects import from_training_arguments
 from ourshard.flags.result import RUN, FlagResult, from_values, merge
-from ourshard.flags.sources import read
+from ourshard.flags.sources import from_environment, read
 from ourshard.integrations import switch
 from ourshard.integrations.plugin import ShardPlugin
 
@@ -70,7 +70,7 @@ def _said_before() -> FlagResult:
     """Return what was said outside of training arguments: by `ourshard.enable`, or in the environment."""
     enabled = switch.enabled_plugin()
     if enabled is None:
-        return from_values(switch.environment_config(), switch.CONFIG)
+        return from_environment()
     if _made is not None and enabled is _made[0]:
         return _made[1]
     return from_values(enabled.config.to_dict(), "ourshard.enable()")

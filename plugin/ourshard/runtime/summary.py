@@ -95,6 +95,8 @@ def _without_shards(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "timeout", "one rank waits for no other"
     if engine.mesh.replicate.size == 1:
         yield "shard_optimizer_over", "there is one replica"
+    if engine.mesh.device.type != "cuda":
+        yield "communication.transport", "gloo moves the bytes between CPUs"
 
 
 def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
@@ -110,6 +112,8 @@ def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
 
 
 def _of_host(engine: Engine) -> Iterator[tuple[str, str]]:
+    if Tier.NVME not in (engine.config.offload.optimizer, engine.config.offload.params):
+        yield "offload.nvme_path", "nothing is on a disk"
     if not engine.config.offload.active:
         yield "offload.pin_memory", "nothing is on the host"
         yield "offload.optimizer_ratio", "nothing is on the host"
