@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from ourshard.config import ShardConfig, unflatten
 from ourshard.flags import deepspeed_keys as deepspeed
 from ourshard.flags.fsdp import FSDP
 from ourshard.flags.language import Flag, Verdict
 from ourshard.flags.native import KEYS
 from ourshard.flags.parallelism import PARALLELISM
 from ourshard.flags.sources import variables
+from ourshard.runtime.api import shard_model
+from ourshard.runtime.mesh import Axis, Mesh
+from torch import device, nn
 
 PAGE = Path(__file__).parent / "flags.md"
 
@@ -32,7 +38,8 @@ both; there is no precedence between the file, the environment and arguments. `"
 Accelerate's value, or else is as if it were not there.
 
 `ourshard config translate OLD -o NEW.yaml` writes the native form, `--to fsdp` and `--to deepspeed` go back and say
-what has no word there, and `ourshard config show FILE` prints where each value came from.
+what has no word there, and `ourshard config show FILE` prints where each value came from. What the workers of a launch
+are told, and in whose words, is printed by `accelerate launch --config_file FILE -m ourshard.flags show`.
 """
 
 SECTIONS: tuple[tuple[str, str, Iterable[Flag]], ...] = (
@@ -49,6 +56,44 @@ SECTIONS: tuple[tuple[str, str, Iterable[Flag]], ...] = (
 )  # fmt: skip
 
 
+# Values that the runtime is asked about, by key. What it refuses stands in the rows that have the word.
+TRIED: Mapping[str, Mapping[str, dict[str, Any]]] = {
+    "shard_optimizer_over": {"all": {"shard_optimizer_over": "all"}},
+    "secondary_shard_size": {"": {"secondary_shard_size": 1}},
+    "offload.optimizer": {"nvme": {"offload.optimizer": "nvme", "offload.nvme_path": "/tmp"}},
+    "offload.params": {
+        "nvme": {"offload.params": "nvme", "offload.optimizer": "cpu", "offload.nvme_path": "/tmp"},
+        "": {"offload.params": "cpu"},
+    },
+    "offload.optimizer_ratio": {"": {"offload.optimizer_ratio": 0.5, "offload.optimizer": "cpu"}},
+    "offload.nvme_path": {"": {"offload.nvme_path": "/tmp", "offload.optimizer": "nvme"}},
+    "communication.weights": {"auto": {"communication.weights": "auto"}},
+    "communication.gradients": {"auto": {"communication.gradients": "auto"}},
+    "communication.error_feedback": {"": {"communication.error_feedback": True, "communication.gradients": "int8"}},
+    "communication.stochastic_rounding": {
+        "": {"communication.stochastic_rounding": True, "communication.gradients": "int8"}
+    },
+}
+
+
+@functools.cache
+def refused_so_far(key: str) -> Mapping[str, str]:
+    """Return the runtime's own words on values of `key` that this version refuses, by the word of the value."""
+    told = {word: _refusal(values) for word, values in TRIED.get(key, {}).items()}
+    return {word: text for word, text in told.items() if text}
+
+
+def _refusal(values: Mapping[str, Any]) -> str:
+    two_copies = Mesh(
+        *(Axis(name, n, 0, None) for name, n in (("shard", 1), ("replicate", 2), ("world", 1))), None, device("cpu")
+    )
+    try:
+        shard_model(nn.Linear(40, 40), ShardConfig.from_dict(unflatten(values)), mesh=two_copies)
+    except Exception as error:  # past the refusals anything may fail: there are no second copy's ranks
+        return str(error) if "in this version" in str(error) else ""
+    return ""
+
+
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD]
@@ -58,7 +103,7 @@ def page() -> str:
         parts.append(_table(flags))
     parts.append("## The keys of ourshard_config\n")
     parts.append("Each can be set in the environment, too.\n")
-    rows = [f"| `{key}` | `{name}` | {KEYS[key]} |" for name, key in variables().items()]
+    rows = [f"| `{key}` | `{name}` | {_with_refusal(KEYS[key], key)} |" for name, key in variables().items()]
     parts.append("\n".join(["| key | variable | meaning |", "|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
@@ -74,7 +119,13 @@ def _table(flags: Iterable[Flag]) -> str:
 
 def _sentence(flag: Flag) -> str:
     text = flag.reason[0].upper() + flag.reason[1:]
-    return text.replace("|", "\\|")
+    return _with_refusal(text, flag.target) if flag.verdict is Verdict.MAPPED else text.replace("|", "\\|")
+
+
+def _with_refusal(text: str, key: str) -> str:
+    refusals = [f"Refused so far: {refusal}" for word, refusal in refused_so_far(key).items() if word in text.lower()]
+    end = "." if refusals and not text.endswith(".") else ""
+    return " ".join([text + end, *refusals]).replace("|", "\\|")
 
 
 if __name__ == "__main__":
