@@ -45,6 +45,10 @@ def _trainer_method(name: str, method: Callable[..., Any], trainer: Any, *args: 
         from ourshard.integrations import trainer_blocks
 
         return getattr(trainer_blocks, name)(method, trainer, *args, **kwargs)
+    if name in seams.EVENTS:
+        from ourshard.integrations import trainer_events
+
+        return getattr(trainer_events, name)(method, trainer, *args, **kwargs)
     if not getattr(getattr(trainer, "accelerator", None), "is_ourshard", False):
         return method(trainer, *args, **kwargs)
     from ourshard.integrations import trainer as whole

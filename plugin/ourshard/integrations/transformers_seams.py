@@ -16,14 +16,17 @@ TRAINER: dict[str, tuple[str, ...]] = {
     "_save_checkpoint": ("model", "trial"),
     "_save_optimizer_and_scheduler": ("output_dir",),
     "_load_optimizer_and_scheduler": ("checkpoint",),
+    "_evaluate": ("trial",),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_move_model_to_device": ("model", "device"),
     "create_accelerator_and_postprocess": (),
     "create_optimizer": (),
     "create_scheduler": ("num_training_steps", "optimizer"),
+    "log": ("logs",),
     "train": ("resume_from_checkpoint",),
 }
 RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
+EVENTS = ("_evaluate", "log")  # see `trainer_events.py`
 RECOVERY = ("train",)  # see `trainer_recovery.py`
 BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
 USED = {"_issue_warnings_after_load": ("load_result",), "_get_output_dir": ("trial",)}  # called, not wrapped

@@ -1,0 +1,56 @@
+"""Two events of a Trainer that its own callbacks lack, for callbacks of ours; those of others see no difference.
+
+Note [Events of our own]
+The Trainer puts trackers (TensorBoard, W&B, trackio) before a user's callbacks and writes its history before both, so
+what `on_log` adds to the logs reaches none of them. `before_log` is called ahead of all. An evaluation of several sets
+fires `on_evaluate` after each, and none when it raises; `around_evaluation` is around all sets, and closes then too.
+Each event is a wrap of one method, `Trainer.log` and `Trainer._evaluate`, which a subclass's own calls pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ourshard.integrations import switch
+
+
+class ShardTrainerCallback(TrainerCallback):
+    """A callback that hears of the events in Note [Events of our own], also of a Trainer that is not sharded."""
+
+    def require_events(self) -> None:
+        """Raise `ValueError` in a process whose Trainer has no events of ours."""
+        if switch.flag(switch.DISABLE):
+            raise ValueError(
+                f"{type(self).__name__} needs ourshard's hooks in the Trainer, and OURSHARD_DISABLE=1 keeps them out: "
+                "unset it, or leave the callback out."
+            )
+
+    def before_log(self, state: Any, logs: dict[str, Any]) -> None:
+        """Add to what is about to be logged, on any rank; no collectives, since a user may log on one rank."""
+
+    def around_evaluation(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context for one evaluation, of all its sets, that the Trainer makes while it trains."""
+        return nullcontext()
+
+
+def _ours(trainer: Any) -> list[ShardTrainerCallback]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ShardTrainerCallback)]
+
+
+def log(method: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Let our callbacks add to the logs before anyone sees them."""
+    for callback in _ours(trainer):
+        callback.before_log(trainer.state, logs)
+    return method(trainer, logs, *args, **kwargs)
+
+
+def _evaluate(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Evaluate inside of what our callbacks put around it."""
+    with ExitStack() as stack:
+        for callback in _ours(trainer):
+            stack.enter_context(callback.around_evaluation(trainer.model))
+        return method(trainer, *args, **kwargs)
