@@ -65,12 +65,15 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     phases.mark()
     torch.cuda.synchronize()
     figures = timings(phases.marks)
+    by_rank = step_of_each_rank(figures["step_ms"], device)
+    figures["step_ms"] = max(by_rank)  # a job goes at the pace of its slowest card, also where nothing is exchanged
     total = loss.detach().float().clone()
     dist.all_reduce(total)
     result = {
         "engine": options.engine,
         "work": options.work,
         **figures,
+        "rank_ms": by_rank,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "device_gib": _device_used() / 2**30,
@@ -86,6 +89,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     if options.profile:
         profile(step, batches, options.profile)
     return result
+
+
+def step_of_each_rank(step_ms: float, device: torch.device) -> list[float]:
+    """Return the median milliseconds of a step on every rank; cards of one host differ by a few percent."""
+    times = torch.zeros(dist.get_world_size(), device=device)
+    times[dist.get_rank()] = step_ms
+    dist.all_reduce(times)
+    return [time for time in times.tolist() if time]  # absent ranks have none
 
 
 def _device_used() -> int:

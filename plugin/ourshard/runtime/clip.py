@@ -84,12 +84,13 @@ def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
     lane.forget_released()
     lane.erase_dropped()
     valid = [position for position in sorted(positions) if lane.valid[position]]
-    if lane.gradient is None or not lane.accumulated or not valid:
+    gradient = lane.gradient
+    if gradient is None or not lane.accumulated or not valid:
         return
     if all(position in positions or not lane.valid[position] for position in range(len(lane.valid))):
-        mine.append(lane.gradient)  # all that has a gradient is asked for: the flat lane, padding is zero
+        mine.append(gradient)  # all that has a gradient is asked for: the flat lane, padding is zero
     else:
-        mine.extend(lane.rows_view(lane.gradient, position) for position in valid if lane.rows(position).rows)
+        mine.extend(lane.rows_view(gradient, position) for position in valid if lane.rows(position).rows)
 
 
 def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:

@@ -5,6 +5,7 @@ Its buffers are in `lane_store.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -121,13 +122,35 @@ class Lane(LaneStore):
 
     def _whole_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return `whole_view` of every parameter; made once for a buffer that comes back, as the arena does."""
-        if not self.is_lent:
-            return [self.whole_view(buffer, position) for position in range(len(self.parameters))]
         where = (buffer.data_ptr(), buffer.dtype)
-        if self._lent_views is None or self._lent_views[0] != where:
-            views = [self.whole_view(buffer, position) for position in range(len(self.parameters))]
+        if self._lent_views is not None and self._lent_views[0] == where:
+            return self._lent_views[1]
+        like, places = self._pattern
+        pieces = torch._C._nn.unflatten_dense_tensors(buffer, like)
+        views = [
+            pieces[place] if tensor.numel else self.whole_view(buffer, position)  # it would lose an empty one's shape
+            for position, (place, tensor) in enumerate(zip(places, self.layout.tensors, strict=True))
+        ]
+        if self.is_lent:
             self._lent_views = (where, views)
-        return self._lent_views[1]
+        return views
+
+    @functools.cached_property
+    def _pattern(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Return a meta tensor for each parameter and each gap, in the order of offsets, and the parameters' places.
+
+        By it one call makes all views of a buffer; on the host that is a third of one slice and view a parameter.
+        """
+        like: list[torch.Tensor] = []
+        places = []
+        end = 0
+        for parameter, tensor in zip(self.parameters, self.layout.tensors, strict=True):
+            if tensor.offset > end:
+                like.append(torch.empty(tensor.offset - end, device="meta"))
+            places.append(len(like))
+            like.append(torch.empty(parameter.shape, device="meta"))
+            end = tensor.stop
+        return like, places
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
         peer, mesh = self.unit.engine.peer, self.unit.engine.mesh

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,22 @@ logger = logging.getLogger("ourshard")
 _ALIGN = 512  # bytes between pieces of a shared buffer
 PIECE_NBYTES = 32 * 2**20  # least size of the arena where larger lanes go through it in pieces
 _GATHER, _REDUCE = 0, 1  # barrier channels: the two streams meet independently
+
+
+class _Gather(NamedTuple):
+    """The views that gather one slot: what it is, this rank's part, and for each turn the stage and (to, from)."""
+
+    whole: torch.Tensor
+    segment: torch.Tensor
+    turns: list[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]
+
+
+class _Pull(NamedTuple):
+    """The views that reduce one lane: this rank's part, the same parts of the peers, and how these come (to, from)."""
+
+    own: torch.Tensor
+    parts: torch.Tensor
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class PeerCopies:
@@ -60,20 +76,36 @@ class PeerCopies:
         self._pulled = torch.empty(0, dtype=torch.uint8, device=device)
         self._turn = 0
         self._lent = 0  # bytes of the arena in use
+        # Buffers come back, and views of them are most of what a copy costs on the host: they are made once.
+        self._gathers: dict[int, _Gather] = {}  # by the id of the slot's tensor
+        self._loans: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}  # by start, elements, dtype
+        self._pulls: dict[tuple[tuple[int, int, torch.dtype], ...], list[_Pull]] = {}  # by what was lent together
 
     def can_gather(self, segment: torch.Tensor) -> bool:
         return segment.nbytes <= self._staging_nbytes
 
     def gather(self, whole: torch.Tensor, segment: torch.Tensor) -> None:
         """Fill `whole` with every rank's `segment`, which is this rank's part of it. On the gather stream."""
-        start = self._turn * self._staging_nbytes
+        plan = self._gathers.get(id(whole))
+        if plan is None or plan.whole is not whole:
+            plan = self._gathers[id(whole)] = self._plan_gather(whole, segment)
+        staged, pulls = plan.turns[self._turn]
         self._turn ^= 1
-        nbytes = segment.nbytes
-        self._shared[start : start + nbytes].copy_(segment.view(torch.uint8))
+        staged.copy_(plan.segment)
         self._handle.barrier(channel=_GATHER)
-        target = whole.view(torch.uint8)
-        for peer, buffer in self._peers:
-            target[peer * nbytes : (peer + 1) * nbytes].copy_(buffer[start : start + nbytes])
+        for target, source in pulls:
+            target.copy_(source)
+
+    def _plan_gather(self, whole: torch.Tensor, segment: torch.Tensor) -> _Gather:
+        nbytes, target = segment.nbytes, whole.view(torch.uint8)
+        turns = []
+        for start in (0, self._staging_nbytes):
+            pulls = [
+                (target[peer * nbytes : (peer + 1) * nbytes], buffer[start : start + nbytes])
+                for peer, buffer in self._peers
+            ]
+            turns.append((self._shared[start : start + nbytes], pulls))
+        return _Gather(whole, segment.view(torch.uint8), turns)
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a piece of the arena for whole gradients, or None if it does not fit.
@@ -85,7 +117,11 @@ class PeerCopies:
             return None
         start = self._arena_start + self._lent
         self._lent += nbytes
-        return self._shared[start : start + numel * dtype.itemsize].view(dtype)
+        loan = self._loans.get((start, numel, dtype))
+        if loan is None:
+            loan = self._shared[start : start + numel * dtype.itemsize].view(dtype)
+            self._loans[start, numel, dtype] = loan
+        return loan
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() == self._shared.untyped_storage().data_ptr()
@@ -93,25 +129,36 @@ class PeerCopies:
     def reduce(self, pieces: list[Reduction]) -> None:
         """Reduce pieces that were lent together, and end the loan. On the reduce stream."""
         self._handle.barrier(channel=_REDUCE)
-        size, rank = self.axis.size, self.axis.rank
-        need = sum(_aligned(piece.whole.nbytes // size) for piece in pieces) * (size - 1)
-        if self._pulled.nbytes < need:
-            self._pulled = torch.empty(need, dtype=torch.uint8, device=self._shared.device)
-        done = 0
-        parts: list[torch.Tensor] = []
-        for piece in pieces:
-            nbytes = piece.whole.nbytes // size
-            start = piece.whole.storage_offset() * piece.whole.element_size() + rank * nbytes
-            pulled = self._pulled[done : done + nbytes * (size - 1)]
-            for index, (_, buffer) in enumerate(self._peers):
-                pulled[index * nbytes : (index + 1) * nbytes].copy_(buffer[start : start + nbytes])
-            parts.append(pulled.view(piece.whole.dtype))
-            done += _aligned(nbytes) * (size - 1)
-        own = [piece.whole.view(size, -1)[rank] for piece in pieces]
-        for piece, mine, pulled in zip(pieces, own, parts, strict=True):
-            mean_into(piece.out, mine, pulled, size, add=piece.add)
+        lent = tuple((piece.whole.data_ptr(), piece.whole.numel(), piece.whole.dtype) for piece in pieces)
+        pulls = self._pulls.get(lent)
+        if pulls is None:
+            pulls = self._pulls[lent] = self._plan_pulls([piece.whole for piece in pieces])
+        for pull in pulls:
+            for target, source in pull.copies:
+                target.copy_(source)
+        for piece, pull in zip(pieces, pulls, strict=True):
+            mean_into(piece.out, pull.own, pull.parts, self.axis.size, add=piece.add)
         self._handle.barrier(channel=_REDUCE)
         self._lent = 0
+
+    def _plan_pulls(self, wholes: list[torch.Tensor]) -> list[_Pull]:
+        size, rank = self.axis.size, self.axis.rank
+        need = sum(_aligned(whole.nbytes // size) for whole in wholes) * (size - 1)
+        if self._pulled.nbytes < need:
+            self._pulled = torch.empty(need, dtype=torch.uint8, device=self._shared.device)
+            self._pulls.clear()
+        pulls, done = [], 0
+        for whole in wholes:
+            nbytes = whole.nbytes // size
+            start = whole.storage_offset() * whole.element_size() + rank * nbytes
+            pulled = self._pulled[done : done + nbytes * (size - 1)]
+            copies = [
+                (pulled[index * nbytes : (index + 1) * nbytes], buffer[start : start + nbytes])
+                for index, (_, buffer) in enumerate(self._peers)
+            ]
+            pulls.append(_Pull(whole.view(size, -1)[rank], pulled.view(whole.dtype), copies))
+            done += _aligned(nbytes) * (size - 1)
+        return pulls
 
     def reduce_in_pieces(self, whole: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         """Reduce a lane (size * n,) that is larger than the arena, piece by piece, into `out` (n,). As `reduce`."""

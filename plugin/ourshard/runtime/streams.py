@@ -16,11 +16,33 @@ On a CPU all work is synchronous and every edge is empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+
+class _After:
+    """Queue on a stream, after the work that the current one has so far. One event serves all waits of a stream."""
+
+    __slots__ = ("_before", "_event", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._event = torch.cuda.Event()
+        self._before: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        assert self._before is None, "entered twice"
+        self._before = torch.cuda.current_stream()
+        self._event.record(self._before)
+        self._stream.wait_event(self._event)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._before is not None
+        torch.cuda.set_stream(self._before)
+        self._before = None
 
 
 class Streams:
@@ -28,29 +50,20 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
+        self._after_gather: AbstractContextManager[None] = nullcontext()
+        self._after_reduce: AbstractContextManager[None] = nullcontext()
         if self.on_gpu:
             self._gather = torch.cuda.Stream(device, priority=-1)
             self._reduce = torch.cuda.Stream(device, priority=-1)
+            self._after_gather, self._after_reduce = _After(self._gather), _After(self._reduce)
 
-    @contextmanager
-    def gather(self) -> Iterator[None]:
+    def gather(self) -> AbstractContextManager[None]:
         """Queue on the gather stream, after the compute stream's work so far."""
-        if not self.on_gpu:
-            yield
-            return
-        self._gather.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._gather):
-            yield
+        return self._after_gather
 
-    @contextmanager
-    def reduce(self) -> Iterator[None]:
+    def reduce(self) -> AbstractContextManager[None]:
         """Queue on the reduce stream, after the compute stream's work so far."""
-        if not self.on_gpu:
-            yield
-            return
-        self._reduce.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._reduce):
-            yield
+        return self._after_reduce
 
     def event(self) -> Any:
         """Record and return an event on the current stream; None on a CPU."""

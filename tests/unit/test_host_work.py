@@ -1,0 +1,116 @@
+"""What the engine does on the host in a step, counted: calls, allocations, and reads of the device's values.
+
+One process plays rank 0 of two under torch's fake process group, so that nothing but the engine's own work is seen.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ourshard.config import ShardConfig
+from ourshard.runtime.api import shard_model
+from ourshard.runtime.mesh import Axis, Mesh
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WIDTH = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def absent_rank() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def make_step(stage: int, layers: int) -> Callable[[], None]:
+    """Return a step of a model that has settled: orders are recorded, the optimizer has its state."""
+    model = nn.ModuleDict({"head": nn.Linear(WIDTH, WIDTH), "blocks": nn.Sequential(*(Block() for _ in range(layers)))})
+    model.forward = lambda x: model["head"](model["blocks"](x))  # type: ignore[method-assign]
+    wrap = {"modules": [f"blocks.{index}" for index in range(layers)]}
+    config = ShardConfig.from_dict(
+        {"stage": stage, "persist_below": 0, "wrap": wrap, "precision": {"param_dtype": "bfloat16"}}
+    )
+    world, alone = Axis("world", 2, 0, dist.group.WORLD), Axis("replicate", 1, 0, None)
+    mesh = Mesh(Axis("shard", 2, 0, dist.group.WORLD), alone, world, None, torch.device("cpu"))
+    shard_model(model, config, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(3, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def calls_of(step: Callable[[], None]) -> int:
+    """Return the calls that code of ourshard makes in a step, of Python and of C alike."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call") and "/ourshard/" in frame.f_code.co_filename
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class Seen(TorchDispatchMode):
+    """Counts reads of values on the host, and fresh tensors by their number of elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+        self.fresh: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self.reads += operator is torch.ops.aten._local_scalar_dense.default
+        if operator in (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default):
+            self.fresh[result.numel()] += 1
+        return result
+
+
+@pytest.mark.parametrize(("stage", "most"), [(1, 340), (3, 395)])
+def test_the_calls_for_a_unit_and_step_are_bounded(stage: int, most: int):
+    few, many = calls_of(make_step(stage, 3)), calls_of(make_step(stage, 7))
+    assert (many - few) / 4 <= most
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_value_is_read_on_the_host_in_a_step(stage: int):
+    step = make_step(stage, 3)
+    with Seen() as seen:
+        step()
+    assert seen.reads == 0
+
+
+def test_a_step_makes_one_buffer_of_a_units_size_for_each_reduction_and_none_for_gathers():
+    step = make_step(3, 3)
+    whole = sum(p.numel() for p in Block().parameters())
+    with Seen() as seen:
+        step()
+    assert sum(count for numel, count in seen.fresh.items() if whole <= numel < 2 * whole) == 3
