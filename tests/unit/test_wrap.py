@@ -34,3 +34,7 @@ def test_one_of_two_classes_is_enough_and_the_other_is_said(caplog: pytest.LogCa
 def test_repeated_blocks_of_a_users_own_model_are_found() -> None:
     model = nn.Sequential(nn.Linear(13, 13), nn.Sequential(*(Block() for _ in range(3))))
     assert {"1.0", "1.1", "1.2"} <= set(units(model))
+
+
+def test_a_model_that_is_itself_the_list_of_blocks_is_cut_at_them() -> None:
+    assert {"0", "1", "2"} <= set(units(nn.Sequential(*(Block() for _ in range(3)), nn.Linear(13, 13))))

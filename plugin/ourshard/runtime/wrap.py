@@ -120,19 +120,19 @@ def _repeated_siblings(model: nn.Module) -> set[nn.Module]:
     """
     chosen: set[nn.Module] = set()
 
-    def visit(module: nn.Module) -> None:
-        for name, child in module.named_children():
-            if isinstance(child, (nn.ModuleList, nn.Sequential)) and "expert" not in name.lower():
-                classes = Counter(type(block) for block in child if any(True for _ in block.parameters()))
-                repeated = {cls for cls, count in classes.items() if count > 1 and not _is_leaf(cls, child)}
-                chosen.update(block for block in child if type(block) in repeated)
+    def visit(name: str, module: nn.Module) -> None:
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and "expert" not in name.lower():
+            classes = Counter(type(block) for block in module if any(True for _ in block.parameters()))
+            repeated = {cls for cls, count in classes.items() if count > 1 and not _is_leaf(cls, module)}
+            chosen.update(block for block in module if type(block) in repeated)
+        for inner, child in module.named_children():
             if child not in chosen:
-                visit(child)
+                visit(inner, child)
 
     def _is_leaf(cls: type, blocks: nn.Module) -> bool:
         return all(next(block.children(), None) is None for block in blocks.children() if type(block) is cls)
 
-    visit(model)
+    visit("", model)
     return {module for module in chosen if not _inside(module, chosen)}
 
 
