@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from . import linux
+
 Buffer = bytes | bytearray | memoryview
 
 _MAX_BUFFERS = 512  # in one writev; the limit of Linux is 1024
@@ -36,6 +38,14 @@ class DiskIO:
     def write_at(self, file: BinaryIO, position: int, buffers: Sequence[Buffer]) -> None:
         """Write all of these bytes, one after another, from this position; may be called from several threads."""
         _drain(buffers, lambda views, done: os.pwritev(file.fileno(), views, position + done))
+
+    def allocate(self, file: BinaryIO, nbytes: int) -> None:
+        """Take room on the disk for a file that will have this length, where the system can."""
+        linux.allocate(file.fileno(), nbytes)
+
+    def begin_flush(self, file: BinaryIO) -> None:
+        """Begin to bring the file's bytes to the disk, where the system can, and return at once."""
+        linux.begin_flush(file.fileno())
 
     def flush(self, file: BinaryIO) -> None:
         """Return when the file's bytes are on the disk."""

@@ -23,6 +23,7 @@ from .io import DISK, Buffer, DiskIO, inside
 
 COPY_BLOCK = 1 << 20
 MAX_BLOCK = 1 << 20  # stays in the cache of a core between read, hash and write
+FLUSH_BLOCK = 16 << 20  # as soon as so much is written, the disk begins on it
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -51,7 +52,9 @@ class OutputStream:
         view = memoryview(data).cast("B")
         self._io.write(self._file, [view])
         self._hash.update(view)
-        self._nbytes += view.nbytes
+        before, self._nbytes = self._nbytes, self._nbytes + view.nbytes
+        if before // FLUSH_BLOCK != self._nbytes // FLUSH_BLOCK:
+            self._io.begin_flush(self._file)
         return view.nbytes
 
     def tell(self) -> int:
@@ -73,12 +76,17 @@ class PositionedFile:
         self._io = io
         self._file = file
         self._lock = threading.Lock()
+        self._nbytes = 0
         self.digests: tuple[str, ...] = ()
 
     def write_at(self, position: int, buffers: Sequence[Buffer]) -> None:
         """Write these bytes, one after another, from this position."""
         with self._lock:  # the kernel lets one write at a time into a file; to wait here does not spin
             self._io.write_at(self._file, position, buffers)
+            before, self._nbytes = self._nbytes, self._nbytes + sum(memoryview(buffer).nbytes for buffer in buffers)
+            flush = before // FLUSH_BLOCK != self._nbytes // FLUSH_BLOCK
+        if flush:
+            self._io.begin_flush(self._file)
 
 
 class Budget:
@@ -154,6 +162,7 @@ class Workspace:
         """Give a new file of this length to be filled in any order; flush and note it as `create` does."""
         path = self._claim(name)
         with self.io.create(path) as file:
+            self.io.allocate(file, nbytes)
             target = PositionedFile(self.io, file)
             yield target
             self.io.flush(file)
@@ -200,11 +209,14 @@ class Workspace:
                 self._progress(nbytes)
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Call the function for all items on the workers; return the results in order, or raise the first error."""
+        """Call the function for all items on the workers; return the results in order, or raise the first error.
+
+        A worker that calls this does it all by itself: the others have work of their own.
+        """
         items = list(items)
-        if self.workers == 1 or len(items) < 2:
+        if self.workers == 1 or len(items) < 2 or getattr(self._kept, "is_worker", False):
             return [function(item) for item in items]
-        pool = ThreadPoolExecutor(self.workers)
+        pool = ThreadPoolExecutor(self.workers, initializer=lambda: setattr(self._kept, "is_worker", True))
         try:
             futures = [pool.submit(function, item) for item in items]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:

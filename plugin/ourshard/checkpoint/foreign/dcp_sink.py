@@ -8,31 +8,26 @@ are; it is written last.
 from __future__ import annotations
 
 import io
-import pickle
-import zipfile
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
+from ..archive_writer import ArchivePlan, write_archives
 from ..huggingface_sink import write_companions
 from ..sink import Sink, SinkOptions
 from ..source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from ..torch_archive import Archive
-from ..workspace import OutputStream, Workspace
+from ..workspace import Workspace
 from .adapters import adapter_only_names
-from .torchfile import Window
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Rows of a tensor that become one item, or a plain value if `key` is None."""
 
     path: tuple[str | int, ...]
@@ -51,21 +46,21 @@ class _Folder:
     """One DCP folder to be written: the pieces of each rank's file, and names that share them."""
 
     name: str
-    files: list[list[_Piece]]
+    files: list[list[Piece]]
     aliases: dict[tuple[str | int, ...], tuple[str | int, ...]] = field(default_factory=dict)
 
     def spread(self, path: tuple[str | int, ...], info: TensorInfo) -> None:
         """Give each rank its rows, cut as torch.chunk cuts; tensors of one number go to the first rank."""
         if not info.shape:
-            self.files[0].append(_Piece(path, info.key))
+            self.files[0].append(Piece(path, info.key))
             return
         part = max(1, -(-info.rows // len(self.files)))
         for rank, start in enumerate(range(0, max(1, info.rows), part)):
-            self.files[rank].append(_Piece(path, info.key, start, min(info.rows, start + part)))
+            self.files[rank].append(Piece(path, info.key, start, min(info.rows, start + part)))
 
     def value(self, path: tuple[str | int, ...], value: Any) -> None:
         """Put a plain value, or a tensor that is at hand, into the first rank's file."""
-        self.files[0].append(_Piece(path, value=value))
+        self.files[0].append(Piece(path, value=value))
 
 
 class DcpSink(Sink):
@@ -146,114 +141,30 @@ def _as_torch_keeps(kind: str, value: Any) -> Any:
 
 def _write_folder(folder: _Folder, source: Source, workspace: Workspace) -> None:
     """Write the files of all ranks, and the metadata last."""
+    from .dcp_table import Table  # torch's own classes take a second to import; what only shows help needs none
+
     names = [f"__{rank}_0.distcp" for rank in range(len(folder.files))]
+    plans = [[_item(piece, source) for piece in pieces] for pieces in folder.files]
 
-    def write(rank: int) -> list[tuple[int, int]]:
-        return _write_file(f"{folder.name}/{names[rank]}", folder.files[rank], source, workspace)
+    def write(rank: int) -> list[int]:
+        return write_archives(workspace, f"{folder.name}/{names[rank]}", source, plans[rank])
 
-    places = workspace.map(write, range(len(names)))
-    metadata = _Table(source)
-    for name, pieces, spans in zip(names, folder.files, places, strict=True):
-        for piece, (start, stop) in zip(pieces, spans, strict=True):
-            metadata.add(piece, _StorageInfo(name, start, stop - start))
+    table = Table(source.tensors)
+    for rank, begins in enumerate(workspace.map(write, range(len(names)))):
+        for piece, plan, begin in zip(folder.files[rank], plans[rank], begins, strict=True):
+            table.add(piece, names[rank], begin, plan.nbytes)
     for alias, owner in folder.aliases.items():
-        metadata.alias(alias, owner)
-    workspace.write_bytes(f"{folder.name}/.metadata", pickle.dumps(metadata.finish(), protocol=4))
+        table.alias(alias, owner)
+    workspace.write_bytes(f"{folder.name}/.metadata", table.pickled())
 
 
-def _write_file(name: str, pieces: Sequence[_Piece], source: Source, workspace: Workspace) -> list[tuple[int, int]]:
-    """Write the items of a rank one after another; return where each begins and ends."""
-    if workspace.finished(name):
-        return _spans_of(name, len(pieces), workspace)
-    spans = []
-    with workspace.create(name) as stream:
-        for piece in pieces:
-            start = stream.tell()
-            _write_item(piece, source, workspace, stream)
-            spans.append((start, stream.tell()))
-    return spans
-
-
-def _write_item(piece: _Piece, source: Source, workspace: Workspace, stream: OutputStream) -> None:
-    if piece.key is None:
-        buffer = io.BytesIO()
-        torch.save(piece.value, buffer)
-        stream.write(buffer.getbuffer())
-        return
+def _item(piece: Piece, source: Source) -> ArchivePlan:
+    """Plan the archive of one item, which is what torch.save would write of it alone."""
     archive = Archive(source)
+    if piece.key is None:
+        return archive.plan("archive", archive.plain(piece.value))
     rows = (piece.start, piece.stop) if source.tensors[piece.key].shape else None
-    archive.write_into(workspace, stream, "archive", archive.tensor(piece.key, rows))
-
-
-def _spans_of(name: str, count: int, workspace: Workspace) -> list[tuple[int, int]]:
-    """Find the items of a file that a stopped run has finished: an archive's directory, at its end, tells its begin."""
-    spans: list[tuple[int, int]] = []
-    with open(workspace.folder / name, "rb", buffering=0) as file:
-        stop = file.seek(0, io.SEEK_END)
-        for _ in range(count):
-            with zipfile.ZipFile(io.BufferedReader(Window(file, 0, stop))) as archive:
-                start = min(info.header_offset for info in archive.infolist())
-            spans.insert(0, (start, stop))
-            stop = start
-    if stop != 0:
-        raise RuntimeError(f"{name} has other items than were planned")
-    return spans
-
-
-class _Table:
-    """The metadata of a folder while it is gathered."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.records: dict[str, Any] = {}
-        self.paths: dict[str, tuple[str | int, ...]] = {}
-        self.places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-        self.indexes: defaultdict[str, list[dcp.MetadataIndex]] = defaultdict(list)
-
-    def add(self, piece: _Piece, place: _StorageInfo) -> None:
-        """Add an item."""
-        fqn = piece.fqn
-        self.paths[fqn] = piece.path
-        if piece.key is not None:
-            info = self.source.tensors[piece.key]
-            self._add_chunk(fqn, info.shape, info.dtype, (piece.start, piece.stop), place)
-        elif isinstance(piece.value, torch.Tensor):
-            self._add_chunk(fqn, tuple(piece.value.shape), piece.value.dtype, (0, 1), place)
-        else:
-            self.records[fqn] = dcp.BytesStorageMetadata()
-            self._place(dcp.MetadataIndex(fqn), place)
-
-    def _add_chunk(
-        self, fqn: str, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[int, int], place: _StorageInfo
-    ) -> None:
-        offsets = torch.Size((rows[0], *(0 for _ in shape[1:])) if shape else ())
-        sizes = torch.Size((rows[1] - rows[0], *shape[1:]) if shape else ())
-        record = self.records.setdefault(
-            fqn, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), torch.Size(shape), [])
-        )
-        record.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
-        self._place(dcp.MetadataIndex(fqn, offsets, len(record.chunks) - 1), place)
-
-    def _place(self, index: dcp.MetadataIndex, place: _StorageInfo) -> None:
-        self.places[index] = place
-        self.indexes[index.fqn].append(index)
-
-    def alias(self, path: tuple[str | int, ...], owner: tuple[str | int, ...]) -> None:
-        """Add a name for items that are there."""
-        fqn, of = ".".join(map(str, path)), ".".join(map(str, owner))
-        self.paths[fqn], self.records[fqn] = path, self.records[of]
-        for index in list(self.indexes[of]):
-            self._place(dcp.MetadataIndex(fqn, index.offset, index.index), self.places[index])
-
-    def finish(self) -> dcp.Metadata:
-        """Return what is pickled; no path of this machine goes into it."""
-        return dcp.Metadata(
-            state_dict_metadata=self.records,
-            planner_data=self.paths,
-            storage_data=self.places,
-            storage_meta=dcp.StorageMeta(),
-            version=CURRENT_DCP_VERSION,
-        )
+    return archive.plan("archive", archive.tensor(piece.key, rows))
 
 
 def write_run_files(workspace: Workspace, source: Source) -> None:
