@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ourshard.checkpoint.foreign.chunked import Chunk, ChunkedTensor
 from ourshard.checkpoint.foreign.classes import PickledTensor
 from ourshard.checkpoint.foreign.orders import order_by_config, order_by_names
-from ourshard.checkpoint.foreign.stored import Chunk, ChunkedTensor, StoredTensor
+from ourshard.checkpoint.foreign.stored import StoredTensor
 from ourshard.checkpoint.foreign.torchfile import TorchFile
 from ourshard.checkpoint.foreign.zero_layout import cut_each, cut_flat
 from ourshard.checkpoint.source import CheckpointError

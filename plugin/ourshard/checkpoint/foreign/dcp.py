@@ -17,9 +17,10 @@ import torch
 
 from ..io import inside
 from ..source import CheckpointError
+from .chunked import Chunk, ChunkedTensor
 from .classes import ALLOWED, PickledTensor
 from .plaindata import materialize
-from .stored import Chunk, ChunkedTensor, Readable
+from .stored import Readable
 from .torchfile import TorchFile
 from .unpickle import MAX_PICKLE_NBYTES, Record, unpickle
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ..source import BUFFER, PARAM, CheckpointError, Description, Source, TensorInfo, TensorKey
+from .chunked import ChunkedTensor
 from .names import looks_like_buffer, shorten
-from .stored import ChunkedTensor, FlatTensor, Readable
+from .stored import Fillable, FlatTensor, Readable
 from .ties import BLOCK, find_ties, is_copy, sampled_equal
 
 _STEP_SAMPLES = 64  # opening a checkpoint does not read the step of every parameter
@@ -106,6 +107,18 @@ class ForeignSource(Source):
         if isinstance(reader, FlatTensor) and 0 <= start <= stop <= self.tensors[key].numel:
             return reader.read_flat(start, stop)
         return super().read_run(key, start, stop)
+
+    def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of the elements from `start` on; see `Source.read_run_into`."""
+        reader = self._readers[key]
+        try:
+            if isinstance(reader, Fillable) and reader.fill(start, target):
+                return
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{key}: cannot be read: {error}") from error
+        super().read_run_into(key, start, target)
 
     def shards_of(self, key: TensorKey) -> int | None:
         """Return in how many pieces the tensor lies."""

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 
 from ..safetensors_file import read_header
 from ..source import CheckpointError
+from .chunked import Chunk, ChunkedTensor
 from .dcp import DcpFolder, is_dcp_folder
 from .dcp_source import Parts
 from .draft import Draft, ForeignSource
 from .names import canonical_keys
 from .runfiles import add_run_files
-from .stored import Bytes, Chunk, ChunkedTensor, Readable, contiguous
+from .stored import Bytes, Readable, contiguous
 
 _SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 _SHARDED = "sharded"  # where torch puts the shards if it also writes whole files

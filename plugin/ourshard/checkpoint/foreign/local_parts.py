@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..source import CheckpointError
+from .chunked import Chunk, ChunkedTensor
 from .classes import PickledTensor
 from .plaindata import materialize
-from .stored import Chunk, ChunkedTensor, Readable
+from .stored import Readable
 from .torchfile import TorchFile
 from .unpickle import Record
 

@@ -1,4 +1,4 @@
-"""Where tensors lie in files, and reading rows of them: `StoredTensor`, `FlatTensor`, `ChunkedTensor`.
+"""Where tensors lie in files, and reading rows of them: `StoredTensor`, `FlatTensor`. `ChunkedTensor`: chunked.py.
 
 All of them read into a buffer of just the rows asked for; nothing is mapped or cached, no file stays open, and all
 may be called from several threads.
@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -22,7 +22,7 @@ from ..source import CheckpointError
 from .classes import PickledTensor, StorageId
 
 _SPAN_NBYTES = 8 << 20  # strided rows are cut out of a span of the file up to this, else gathered run by run
-_CHECK_NBYTES = 4 << 20
+_CHECK_NBYTES = 1 << 20
 
 
 @runtime_checkable
@@ -39,6 +39,14 @@ class Readable(Protocol):
 
     def read(self, start_row: int, stop_row: int, check: bool = True) -> torch.Tensor:
         """Return these rows, contiguous and owned; a 0-d tensor has one row. `check`: test checksums first."""
+
+
+@runtime_checkable
+class Fillable(Readable, Protocol):
+    """A tensor that can be read into memory that is there, where its elements lie in the files as in the tensor."""
+
+    def fill(self, start: int, target: memoryview) -> bool:
+        """Fill `target` with the bytes of the elements from `start` on, checksums tested; False: not possible here."""
 
 
 def read_into(path: Path, start: int, view: memoryview) -> None:
@@ -125,6 +133,12 @@ class StoredTensor:
         if tensor.is_contiguous:
             return self._run(first, math.prod(shape), check).reshape(shape)
         return self._read_strided(first, shape, check)
+
+    def fill(self, start: int, target: memoryview) -> bool:
+        """Fill `target` with the bytes of the elements from `start` on, unless the strides are odd."""
+        if self.tensor.is_contiguous:
+            self.content.read_into((self.tensor.offset + start) * self.dtype.itemsize, target, True)
+        return self.tensor.is_contiguous
 
     def _run(self, first: int, numel: int, check: bool) -> torch.Tensor:
         """Return a run of elements of the storage."""
@@ -226,97 +240,22 @@ class FlatTensor:
     def read_flat(self, begin: int, end: int, check: bool = True) -> torch.Tensor:
         """Return elements of the flattened tensor."""
         flat = torch.empty(end - begin, dtype=self.dtype)
+        self._fill(begin, bytes_of(flat), check)
+        return flat
+
+    def fill(self, start: int, target: memoryview) -> bool:
+        """Fill `target` with the bytes of the elements from `start` on."""
+        self._fill(start, target, True)
+        return True
+
+    def _fill(self, begin: int, target: memoryview, check: bool) -> None:
+        width = self.dtype.itemsize
+        end = begin + target.nbytes // width
         for run in self.runs[max(0, bisect.bisect_right(self._begins, begin) - 1) :]:
             if run.begin >= end:
                 break
             low, high = max(begin, run.begin), min(end, run.begin + run.numel)
             if low < high:
                 place = run.stored.tensor.offset + run.offset + low - run.begin
-                run.stored.content.read_into(
-                    place * self.dtype.itemsize, bytes_of(flat[low - begin : high - begin]), check
-                )
-        return flat
-
-
-@dataclass(slots=True)
-class Chunk:
-    """A rectangle of a tensor; `open` gives its reader when it is first needed."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    open: Callable[[], Readable]
-    opened: Readable | None = None
-
-    def reader(self, dtype: torch.dtype, label: str) -> Readable:
-        """Return the reader, checked against the rectangle that it is to fill."""
-        if self.opened is None:
-            opened = self.open()
-            if opened.shape != self.sizes or opened.dtype != dtype:
-                raise CheckpointError(
-                    f"{label}: the piece at {self.offsets} is {opened.shape} {opened.dtype} where its record says "
-                    f"{self.sizes} {dtype}"
-                )
-            self.opened = opened
-        return self.opened
-
-
-class ChunkedTensor:
-    """A tensor cut into rectangles (as DCP cuts)."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, chunks: Iterable[Chunk], label: str) -> None:
-        self.shape = shape
-        self.dtype = dtype
-        self.label = label
-        self.chunks = sorted(chunks, key=lambda chunk: chunk.offsets)
-        self.pieces = len(self.chunks)
-        self._check_cover()
-
-    def _check_cover(self) -> None:
-        """Raise unless the rectangles lie within the tensor, don't overlap, and leave no hole."""
-        for chunk in self.chunks:
-            inside = len(chunk.sizes) == len(chunk.offsets) == len(self.shape) and all(
-                begin >= 0 and begin + length <= whole
-                for begin, length, whole in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
-            )
-            if not inside:
-                raise CheckpointError(
-                    f"{self.label}: a piece {chunk.sizes} at {chunk.offsets} of a tensor {self.shape}"
-                )
-        for place, chunk in enumerate(self.chunks):
-            for other in itertools.islice(self.chunks, place + 1, None):
-                if self.shape and other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
-                    break
-                if _overlap(chunk, other):
-                    raise CheckpointError(f"{self.label}: the pieces at {chunk.offsets} and {other.offsets} overlap")
-        held, whole = sum(math.prod(chunk.sizes) for chunk in self.chunks), math.prod(self.shape)
-        if held != whole:
-            raise CheckpointError(f"{self.label}: {held} of {whole} elements are in the files; a piece is missing")
-
-    def read(self, start_row: int, stop_row: int, check: bool = True) -> torch.Tensor:
-        """Return these rows, contiguous and owned."""
-        if not self.shape:
-            return self.chunks[0].reader(self.dtype, self.label).read(0, 1, check)
-        result = torch.empty((stop_row - start_row, *self.shape[1:]), dtype=self.dtype)
-        if result.numel() == 0:
-            return result
-        for chunk in self.chunks:
-            low = max(start_row, chunk.offsets[0])
-            high = min(stop_row, chunk.offsets[0] + chunk.sizes[0])
-            if low >= high:
-                continue
-            reader = chunk.reader(self.dtype, self.label)
-            rows = reader.read(low - chunk.offsets[0], high - chunk.offsets[0], check)
-            if rows.shape == result.shape:
-                return rows
-            target = result[low - start_row : high - start_row]
-            for dim, (begin, length) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True), start=1):
-                target = target.narrow(dim, begin, length)
-            target.copy_(rows)
-        return result
-
-
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    return all(
-        a < b + other_length and b < a + one_length
-        for a, b, one_length, other_length in zip(one.offsets, other.offsets, one.sizes, other.sizes, strict=True)
-    )
+                part = target[(low - begin) * width : (high - begin) * width]
+                run.stored.content.read_into(place * width, part, check)
