@@ -56,9 +56,11 @@ class ShardEMACallback(ShardTrainerCallback):
 
     @torch.no_grad()
     def _put(self, model: nn.Module, source: dict[str, torch.Tensor]) -> None:
+        engine = engine_of(model)
+        if engine is not None:
+            engine.land_masters()
         for name, tensor in self._own.of(model).items():
             tensor.copy_(source[name].view(tensor.shape))
-        engine = engine_of(model)
         if engine is not None:
             engine.masters_changed()
 

@@ -254,6 +254,7 @@ def load(
             _refuse_damage(source, slice(engine.mesh.world.rank, None, engine.mesh.world.size))
         with together(engine, f"load: reading {name}"):
             if weights:
+                engine.land_masters()
                 _load_weights(source, portions, buffers, saved.names)
             if concerned:
                 stepping.split_uneven(engine, concerned, portions, saved)

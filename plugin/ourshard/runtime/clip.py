@@ -20,6 +20,7 @@ class _Gradients:
 
     sharded: dict[Engine, list[torch.Tensor]] = field(default_factory=dict)
     whole: list[torch.Tensor] = field(default_factory=list)
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a tensor, of order 2, where it is known
     dtype: torch.dtype = torch.float32  # of their norm; the same on a rank that holds no rows
 
     def all(self) -> list[torch.Tensor]:
@@ -89,14 +90,18 @@ def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
         return
     if all(position in positions or not lane.valid[position] for position in range(len(lane.valid))):
         mine.append(gradient)  # all that has a gradient is asked for: the flat lane, padding is zero
+        norm = lane.norm_above()
+        if norm is not None:
+            found.norms[id(gradient)] = norm
     else:
         mine.extend(lane.rows_view(gradient, position) for position in valid if lane.rows(position).rows)
 
 
 def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
-    parts = [_local(gradients.whole, order, None, gradients.dtype)] if gradients.whole else []
+    dtype, norms = gradients.dtype, gradients.norms if order == 2.0 else {}
+    parts = [_local(gradients.whole, order, None, dtype, {})] if gradients.whole else []
     for engine, tensors in gradients.sharded.items():
-        local = _local(tensors, order, engine.mesh.device, gradients.dtype).to(engine.mesh.device)
+        local = _local(tensors, order, engine.mesh.device, dtype, norms).to(engine.mesh.device)
         op = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
         engine.collectives.all_reduce(local, engine.mesh.shard, "the gradient norm", op)
         parts.append(local)
@@ -106,9 +111,21 @@ def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
     return stacked.max() if math.isinf(order) else stacked.sum() ** (1.0 / order)
 
 
-def _local(tensors: list[torch.Tensor], order: float, device: torch.device | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of |g|^order (the largest |g| for an infinite order) of local tensors, in `dtype`."""
+def _local(
+    tensors: list[torch.Tensor],
+    order: float,
+    device: torch.device | None,
+    dtype: torch.dtype,
+    known: dict[int, torch.Tensor],
+) -> torch.Tensor:
+    """Return the sum of |g|^order (the largest |g| for an infinite order) of local tensors, in `dtype`.
+
+    `known` has the norms of some of them by id: a pass over host memory takes the CPU long.
+    """
     if not tensors:
         return torch.zeros((), device=device, dtype=dtype)
-    norms = torch.stack([norm.to(tensors[0].device, dtype) for norm in torch._foreach_norm(tensors, order)])
+    asked = [tensor for tensor in tensors if id(tensor) not in known]
+    taken = iter(torch._foreach_norm(asked, order) if asked else ())
+    found = [known[id(tensor)] if id(tensor) in known else next(taken) for tensor in tensors]
+    norms = torch.stack([norm.to(device or found[0].device, dtype) for norm in found])
     return norms.max() if math.isinf(order) else (norms**order).sum()

@@ -10,7 +10,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -186,7 +186,7 @@ class Engine:
         for lane in self.lanes():
             if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
                 lane.follow_moved()
-                lane.stale = True
+                lane.mark_stale()
                 lane.fill()
         self._held_before = len(self._held)
         if any(unit.sharded for unit in self.units):  # else it is local: a rank may evaluate alone, as under DDP
@@ -315,8 +315,7 @@ class Engine:
             self.settle()
         self.phase_is_backward = False
         self.streams.join()
-        if self.host is not None:
-            self.streams.land()
+        self.land_masters()
         self._reducing.clear()
         if not self._double_backward:
             self._release_held()
@@ -388,8 +387,16 @@ class Engine:
 
     # ---- step ----------------------------------------------------------------------------------------------
 
-    def masters_changed(self) -> None:
-        """Forget whole parameters that the masters left behind, and start to bring in those that stay whole."""
+    def land_masters(self) -> None:
+        """Wait until no copy reads or writes masters and gradients on the host: before the CPU touches them."""
+        if self.host is not None:
+            self.streams.land()
+
+    def masters_changed(self, sent: Collection[Lane] = ()) -> None:
+        """Forget whole parameters that the masters left behind, and start to bring in those that stay whole.
+
+        The masters of `sent` went up already.
+        """
         for unit in self.units:
             if unit.sharded:
                 unit.held = False
@@ -397,6 +404,8 @@ class Engine:
             if any(not lane.direct for lane in unit.lanes):
                 unit.mark_stale()
         self._held = [unit for unit in self._held if unit.held]
+        for lane in sent:
+            lane.sent = True
         self._bring_in_unsharded()
 
     def _bring_in_unsharded(self) -> None:

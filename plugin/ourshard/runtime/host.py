@@ -4,10 +4,10 @@ Note [Masters on the host]
 --------------------------
 With `offload.optimizer: cpu` the master and the reduced gradient of a trainable sharded lane live here, each taken
 once. The optimizer steps them with torch's CPU kernels. A reduced gradient comes down on the reduce stream while
-backward still runs; the end of backward waits on the host until the last one has landed. After a step a lane's
-master goes up, once, on the gather stream, right before its first gather, while units before it compute; the device
-casts it to the compute dtype. With `offload.params: cpu` the host casts it, the shard in compute dtype stays here and
-goes up before every gather, and so do the stored shards of frozen lanes.
+backward still runs; the end of backward waits on the host until the last one has landed. A lane's master goes up once
+a step, on the gather stream, while the CPU steps the next lane (Note [Steps by lane] in lane_step.py), or right before
+its first gather; the device casts it to the compute dtype. With `offload.params: cpu` the host casts it, the shard in
+compute dtype stays here and goes up before every gather, and so do the stored shards of frozen lanes.
 
 torch's own pinned memory is rounded up to a power of two; here plain memory is registered with the driver instead.
 """

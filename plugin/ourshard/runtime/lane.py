@@ -42,6 +42,7 @@ class Lane(LaneStore):
         self._fresh = True  # `arriving` holds nothing yet of this sum
         self.is_lent = False  # `arriving` is a piece of the peers' arena
         self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
+        self._norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
         self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
@@ -325,17 +326,32 @@ class Lane(LaneStore):
         replicated = sync and engine.mesh.replicate.size > 1
         if replicated and first:
             engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
+        total = segment
         if first:
             gradient.copy_(segment, non_blocking=True)
         elif self.offloaded:
-            gradient.copy_(gradient.to(self.device, non_blocking=True).add_(segment), non_blocking=True)
+            total = gradient.to(self.device, non_blocking=True).add_(segment)
+            gradient.copy_(total, non_blocking=True)
         else:
             gradient.add_(segment)
         if replicated and not first:
             segment.copy_(gradient, non_blocking=True)
             engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
             gradient.copy_(segment, non_blocking=True)
+            total = segment
+        if self.offloaded:
+            self._norm = (torch._foreach_norm([total.to(gradient.dtype)])[0], gradient._version)
         self.accumulated = True
+
+    def norm_above(self) -> torch.Tensor | None:
+        """Return the norm of `gradient`, a scalar on the device, if it was taken as the gradient went to the host.
+
+        None where it was not, or where anyone has written to the gradient since, which its version tells.
+        """
+        gradient = self._gradient
+        if self._norm is None or gradient is None or gradient._version != self._norm[1]:
+            return None
+        return self._norm[0]
 
     def settle(self, flags: list[bool]) -> None:
         """Take in which parameters have a gradient on any rank, and show gradients where the user looks for them."""

@@ -72,6 +72,7 @@ class LaneStore:
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
         self.offloaded = is_on_host(self.placement, self.trainable, unit.engine.config.offload)
         self.stale = True  # `full` does not show the masters
+        self.sent = False  # though stale, what `fill` copies from shows them: `send_up` was called since
         communication = unit.engine.config.communication
         self.codec = weight_codec(communication) if key.coded else None
         self.gradient_codec = gradient_codec(communication) if key.coded else None
@@ -175,7 +176,7 @@ class LaneStore:
         else:
             start = self.axis.rank * self.layout.shard_numel
             self.master.copy_(whole[start : start + self.layout.shard_numel])
-        self.stale = True
+        self.mark_stale()
 
     def take_over(self) -> None:
         """Make leaves; turn the user's parameters into handles, or into views of the masters where those are whole."""
@@ -220,17 +221,29 @@ class LaneStore:
         if self.placement.whole:
             self.full.tensor.copy_(self.master)
             return
+        if stale and not self.sent:
+            self.send_up()
+        self.sent = False
         if self.shard is not None:
-            if stale:
-                self.shard.copy_(self.master if self._shard_on_host else self._master_above())
             self.segment.copy_(self.shard, non_blocking=True)
-        elif not self.aliased:
+        elif self.placement.params is At.SHARD:
             self.segment.copy_(self._master_above())
         self.shows_coded = self.codec is not None and codes_now(self.unit.engine)
         if self.codec is not None and self.shows_coded:
             gather_coded(self.unit.engine, self.codec, self.full.tensor, self.segment, self.unit.label)
             return
         self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
+
+    def send_up(self) -> None:
+        """Cast a master that changed into what rests between gathers, if anything does; on the current stream."""
+        if self.shard is not None:
+            self.shard.copy_(self.master if self._shard_on_host else self._master_above())
+        elif self.placement.params is At.WHOLE and not self.aliased:
+            self.segment.copy_(self._master_above())
+
+    def mark_stale(self) -> None:
+        """Note that the master changed."""
+        self.stale, self.sent = True, False
 
     def _master_above(self) -> torch.Tensor:
         """Return the master on the device, which casts it: torch would cast on the host, into memory not pinned."""
@@ -263,7 +276,7 @@ class LaneStore:
         for position, leaf in enumerate(self.leaves):
             leaf.grad = None
             leaf.data = self.whole_view(self.full.tensor, position)
-        self.stale = True
+        self.mark_stale()
         if self.offloaded and self.trainable and self.placement.params is At.SHARD:
             if self.shard is not None:
                 self._hold(self._shard_kind, self.shard, -1)

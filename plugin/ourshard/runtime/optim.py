@@ -30,6 +30,7 @@ from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.lane_step import StepByLane, can_step_by_lane
 from ourshard.runtime.owners import Loan, assign_owners, lend_whole
 from ourshard.runtime.probe import TRIALS, needs_whole
 
@@ -132,7 +133,7 @@ def _index_of(params: list[Any], parameter: Any) -> int:
 class _Adopted:
     """What is remembered of an optimizer: how many parameters it had, and for which state of the engines."""
 
-    __slots__ = ("adoption", "count", "loans", "orphaned", "stepped")
+    __slots__ = ("adoption", "by_lane", "count", "loans", "orphaned", "stepped")
 
     def __init__(self, count: int, adoption: tuple[tuple[int, int], ...]) -> None:
         self.count = count
@@ -140,6 +141,7 @@ class _Adopted:
         self.orphaned = False  # another optimizer took its parameters over
         self.stepped = False
         self.loans: list[Loan] = []  # whole parameters that are with their owners, during a step
+        self.by_lane: StepByLane | None = None  # the step that is going on, where it goes by lanes
 
 
 _ADOPTED: weakref.WeakKeyDictionary[Optimizer, _Adopted] = weakref.WeakKeyDictionary()
@@ -320,8 +322,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     bring_up_to_date(optimizer)
     for engine in ENGINES:
-        if engine.host is not None:
-            engine.streams.land()  # an evaluation may still copy masters up
+        engine.land_masters()
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
         known.stepped = True
@@ -332,6 +333,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _refuse_closure(optimizer, args, kwargs)
         with torch.no_grad():
             known.loans = lend_whole(owned)
+    elif lanes := _lanes_on_host(optimizer):
+        known.by_lane = StepByLane(optimizer, lanes)
+
+
+def _lanes_on_host(optimizer: Optimizer) -> list[Lane]:
+    """Return the lanes to be stepped one by one, in the order of forward; none where the step can't be cut."""
+    if not can_step_by_lane(optimizer):
+        return []
+    units = [unit for engine in engines_of(optimizer) for unit in (*engine.rooted, *engine.units)]
+    lanes = [lane for unit in dict.fromkeys(units) for lane in unit.lanes if lane.offloaded]
+    return [lane for lane in lanes if any(run.optimizer() is optimizer for run in lane.runs)]
 
 
 def _refuse_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -367,17 +379,24 @@ def _end_failed_step(optimizer: Optimizer) -> None:
         for loan in known.loans:
             loan.abandon()
         known.loans = []
+        if known.by_lane is not None:
+            known.by_lane.end()
+            known.by_lane = None
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _ADOPTED.get(optimizer)
+    sent: list[Lane] = []
     if known is not None:
         with torch.no_grad():
             for loan in known.loans:
                 loan.give_back()
         known.loans = []
+        if known.by_lane is not None:
+            known.by_lane.end()
+            sent, known.by_lane = known.by_lane.sent, None
     for engine in engines_of(optimizer):
-        engine.masters_changed()
+        engine.masters_changed([lane for lane in sent if lane.unit.engine is engine])
 
 
 def has_owners(optimizer: Optimizer) -> bool:

@@ -170,7 +170,7 @@ class Unit:
     def mark_stale(self) -> None:
         """Note that the masters changed: what is whole no longer shows them."""
         for lane in self.lanes:
-            lane.stale = True
+            lane.mark_stale()
         self.whole = False
 
     def whole_on_access(self, lane: Lane, position: int) -> nn.Parameter | None:

@@ -25,8 +25,7 @@ def write_whole(lane: Lane, position: int, value: torch.Tensor) -> None:
     rows, granule = lane.rows(position), lane.layout.tensors[position].granule
     start, stop = rows.start * granule, rows.stop * granule
     source = source_of(value)
-    if lane.offloaded:
-        lane.unit.engine.streams.land()  # the copy engines may still read the master
+    lane.unit.engine.land_masters()
     # A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
     kept = lane.resting[position].detach() if lane.placement.whole else lane.rows_view(lane.master, position)
     if source is None:

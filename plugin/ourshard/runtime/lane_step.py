@@ -1,0 +1,97 @@
+"""Step an optimizer lane by lane, where masters are not on the device.
+
+Note [Steps by lane]
+--------------------
+`optimizer.step()` of torch's own optimizers treats each parameter by itself, so that stepping the parameters of one
+lane after those of another gives the same bits as stepping all at once. A step whose lanes are on the host is cut so:
+the step of the optimizer's class runs once a lane, with groups that show this lane alone, and a lane's new values go
+up while the CPU steps the next. This happens after all hooks that run before a step, and before those that run after
+it; for the step that then follows, which is to find nothing to do, the gradients are hidden. Group dicts,
+hyper-parameters, states and step counters are those of the user's optimizer all the time.
+
+A step is taken as one where the optimizer is of another class (it may keep one value for all parameters), or gets a
+closure, which makes its gradients inside of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ourshard.runtime.lane import Lane
+
+
+def can_step_by_lane(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer is one of torch's, all of which treat each parameter by itself (bar LBFGS)."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS and hasattr(kind.step, "hooked")
+
+
+class StepByLane:
+    """One step by lanes: made before it, `end` when it is over or has failed. Note [Steps by lane]."""
+
+    def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> None:
+        self.sent: list[Lane] = []  # lanes whose masters went up
+        self._lanes = lanes
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        before = optimizer.register_step_pre_hook(self._step)  # torch runs it last, after all that are there
+        after = optimizer.register_step_post_hook(self._show)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+        self._handles = (before, after)
+
+    def end(self) -> None:
+        """Take the hooks off, and let all gradients be seen. Idempotent."""
+        self._show()
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            return  # a closure
+        step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
+        runs = {id(run.parameter) for lane in self._lanes for run in lane.runs}
+        rest = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in runs]
+        with _showing(optimizer, rest):
+            step(optimizer)
+        for lane in self._lanes:
+            with _showing(optimizer, [run.parameter for run in lane.runs]):
+                step(optimizer)
+            self._send_up(lane)
+        for group in optimizer.param_groups:
+            self._hide(group["params"])
+
+    def _send_up(self, lane: Lane) -> None:
+        with lane.unit.engine.streams.gather():
+            lane.send_up()
+        self.sent.append(lane)
+
+    def _hide(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _show(self, *_: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
+@contextmanager
+def _showing(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let the groups have those of `parameters` alone that are theirs. The lists that users may hold are put back."""
+    wanted = {id(parameter) for parameter in parameters}
+    kept = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in wanted]
+        yield
+    finally:
+        for group, everything in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = everything
