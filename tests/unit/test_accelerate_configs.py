@@ -21,6 +21,8 @@ SHOWS: dict[str, dict[str, Any]] = {
     "offload_host": {"offload.optimizer": "cpu", "offload.params": "none"},
     "offload_nvme": {"offload.optimizer": "nvme", "offload.params": "cpu"},
     "lora": {"stage": 3, "persist_below": 100_000},
+    "cpu": {"stage": 2},
+    "ourshard": {"stage": 3},
     "multi_node": {"stage": 3, "checkpoint.keep": 3},
 }
 
@@ -34,6 +36,10 @@ def test_each_config_is_read_and_each_line_is_explained(path: Path) -> None:
     assert result.notes == ()
     assert all("#" in line for line in path.read_text().splitlines() if line.strip())
     assert values["num_processes"] % values["num_machines"] == 0
+
+
+def test_each_config_is_among_those_that_are_looked_at() -> None:
+    assert {path.stem for path in FILES} == set(SHOWS)
 
 
 @pytest.mark.parametrize("name", SHOWS)

@@ -17,7 +17,9 @@ def recompute_in_backward(model: nn.Module, modules: list[nn.Module]) -> None:
     models the `modules` (those of the units) are wrapped. Raises `ValueError` where there is nothing to do it for.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # its older name
+        enable: Any = getattr(model, f"{name}_checkpointing_enable")
+        enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
         return
     if not modules:
         raise ValueError("activation_checkpointing: the model has no units but the root; say in `wrap` what they are.")
