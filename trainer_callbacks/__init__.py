@@ -7,6 +7,7 @@ from typing import Any
 
 _EXPORTS = {
     "ShardEMACallback": "ourshard.trainer_callbacks.ema",
+    "ShardMonitorCallback": "ourshard.trainer_callbacks.monitor",
     "ShardSentinelCallback": "ourshard.trainer_callbacks.sentinel",
 }
 

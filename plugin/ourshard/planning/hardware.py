@@ -89,6 +89,7 @@ _SHEETS: Mapping[str, _Sheet] = {
     "l40s": _Sheet(48, 362, 0.864, 32, 25),
     "rtx4090": _Sheet(25, 165, 1.008, 32, 12.5),
 }
+_OTHERS: Mapping[str, tuple[str, ...]] = {"h100": ("pcie", "nvl"), "h200": ("nvl",), "b200": ("gb200",)}  # other rates
 # The driver, the CUDA context and the reserve of the allocator take the rest.
 _USABLE = 0.97
 
@@ -114,3 +115,11 @@ def hardware_of(name: str, gpus: int, nodes: int = 1) -> Hardware:
         link_rate=sheet.link_gb * GB,
         network_rate=sheet.network_gb * GB,
     )
+
+
+def peak_flops_of(device_name: str) -> float | None:
+    """Return the 16-bit operations a second on the data sheet of a GPU, by torch's name for it; None if not known."""
+    name = device_name.lower().replace(" ", "")
+    words = {kind: (*_OTHERS.get(kind, ()), "mig") for kind in _SHEETS}  # a part of a card has a part of its rate
+    kinds = [kind for kind in _SHEETS if kind in name and not any(word in name for word in words[kind])]
+    return _SHEETS[max(kinds, key=len)].tflops * 1e12 if kinds else None

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ourshard.runtime.mesh import Mesh
+from ourshard.runtime.meter import Meter, Spent
 
 logger = logging.getLogger("ourshard")
 
@@ -153,6 +154,7 @@ class Control:
         self.rank = mesh.world.rank
         self.world = mesh.world.size
         self.agreements = 0
+        self.meter: Meter | None = None  # the engine's, while it measures
         self._declared: _Exchange | None = None
         self._watch = watch() if mesh.control is not None else None
 
@@ -244,7 +246,8 @@ class Control:
 
     def _wait(self, work: dist.Work, label: str) -> None:
         assert self._watch is not None
-        with self._watch.waiting(label):
+        measured = nullcontext() if self.meter is None else self.meter.span(Spent.AGREE, label)
+        with measured, self._watch.waiting(label):
             while not self._done(work):
                 others = self._watch.others()
                 if len(others) == self.world - 1 and any(said != label for said in others.values()):

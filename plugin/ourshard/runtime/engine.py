@@ -29,6 +29,7 @@ from ourshard.runtime.host import HostMemory
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh, let_go, let_go_of_all
+from ourshard.runtime.meter import Measuring, Spent
 from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
@@ -87,6 +88,7 @@ class Engine:
         self.host = HostMemory(mesh.device, config.offload.pin_memory) if on_host else None
         self.peer: PeerCopies | None = None  # set once the units are there
         self.reducer = Reducer(self.collectives)
+        self.measuring = Measuring(self.streams, (self.streams, self.collectives, self.control))
         self.units: list[Unit] = []
         self.order = next(_ORDER)  # among the engines of this process; the same on every rank
         name = f" of {type(model).__name__} (model {self.order})"
@@ -100,7 +102,7 @@ class Engine:
         self.writes = 0  # whole values written from outside since the last forward: `writing.py`
         self._forward_depth = 0
         self._held: list[Unit] = []
-        self._reducing: list[tuple[Any, Any]] = []  # buffers that the reduce stream reads, with their events
+        self._reducing: list[tuple[Any, Any, str]] = []  # buffers that the reduce stream reads, event, unit's label
         self._held_before = 0  # units that were held when the forward began
         self._double_backward = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
@@ -174,6 +176,7 @@ class Engine:
 
     def _open_forward(self) -> None:
         grad = self.forward_has_grad = torch.is_grad_enabled()
+        self.measuring.begin_phase("forward", counts=grad)
         if grad:
             self.sync_backward = self.require_sync
             self._follow_requires_grad()
@@ -206,6 +209,7 @@ class Engine:
         has_backward = torch.is_grad_enabled() and hook_outputs(outputs, self.on_root_gradient)
         if not self.phase_is_backward:
             self.schedule.end()
+            self.measuring.end_phase()
             self.forward_has_grad = False
             self._release_ahead()
             if not has_backward:
@@ -290,6 +294,7 @@ class Engine:
         if self.phase_is_backward or self.gathered_depth:
             return
         self.phase_is_backward = True
+        self.measuring.begin_phase("backward")
         self._double_backward = torch.is_grad_enabled()
         for unit in self.units:
             unit.reduced = False
@@ -315,6 +320,7 @@ class Engine:
             self.settle()
         self.phase_is_backward = False
         self.streams.join()
+        self.measuring.end_phase()
         self.land_masters()
         self._reducing.clear()
         if not self._double_backward:
@@ -332,14 +338,14 @@ class Engine:
             return True
         return lane.placement.grads is At.SHARD and self.config.accumulate is Accumulate.SHARDED
 
-    def keep_until_reduced(self, buffers: list[Any], event: Any) -> None:
+    def keep_until_reduced(self, buffers: list[Any], event: Any, label: str) -> None:
         """Keep buffers alive that the reduce stream reads; at most two units' worth, as prefetch does with slots."""
         if event is None:
             return
-        self._reducing.append((buffers, event))
+        self._reducing.append((buffers, event, label))
         while len(self._reducing) > 2:
-            _, passed = self._reducing.pop(0)
-            self.streams.wait(passed)
+            _, passed, whose = self._reducing.pop(0)
+            self.streams.wait(passed, Spent.REDUCE, whose)
 
     def _release_held(self, before: int = 0) -> None:
         """Release what was held, from number `before` on: a forward without backward keeps what others hold."""
@@ -442,6 +448,7 @@ class Engine:
         """Make the model usable again after an exception in a forward or backward. Gradients are dropped."""
         self._forward_depth = 0
         self.phase_is_backward = False
+        self.measuring.abandon()
         self.schedule.abandon()
         self.streams.join()
         self._reducing.clear()

@@ -21,6 +21,10 @@ from typing import Any
 
 import torch
 
+from ourshard.runtime.meter import Meter, Spent
+
+END = "the end of backward"
+
 
 class _After:
     """Queue on a stream, after the work that the current one has so far. One event serves all waits of a stream."""
@@ -50,6 +54,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
+        self.meter: Meter | None = None  # the engine's, while it measures
         self._after_gather: AbstractContextManager[None] = nullcontext()
         self._after_reduce: AbstractContextManager[None] = nullcontext()
         if self.on_gpu:
@@ -69,10 +74,19 @@ class Streams:
         """Record and return an event on the current stream; None on a CPU."""
         return torch.cuda.current_stream().record_event() if self.on_gpu else None
 
-    def wait(self, event: Any) -> None:
-        """Make the current stream wait for `event`."""
-        if event is not None:
+    def beside_compute(self) -> bool:
+        """Say whether the current stream is the one of gathers or of reductions."""
+        return torch.cuda.current_stream() in (self._gather, self._reduce)
+
+    def wait(self, event: Any, kind: Spent, label: str) -> None:
+        """Make the current stream wait for `event`; a meter is told as what, and of which unit."""
+        if event is None:
+            return
+        with self._measured(kind, label):
             torch.cuda.current_stream().wait_event(event)
+
+    def _measured(self, kind: Spent, label: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.meter is None else self.meter.span(kind, label)
 
     def land(self) -> None:
         """Wait on the host until what was copied from it and to it has arrived."""
@@ -82,9 +96,12 @@ class Streams:
 
     def join(self) -> None:
         """Make the compute stream wait for all gathers and reductions issued so far."""
-        if self.on_gpu:
-            current = torch.cuda.current_stream()
+        if not self.on_gpu:
+            return
+        current = torch.cuda.current_stream()
+        with self._measured(Spent.GATHER, END):
             current.wait_stream(self._gather)
+        with self._measured(Spent.REDUCE, END):
             current.wait_stream(self._reduce)
 
 

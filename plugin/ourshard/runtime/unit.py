@@ -28,6 +28,8 @@ from ourshard.runtime.hooks import hook_outputs, visit_tensors
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.layout import UnitLayout
+from ourshard.runtime.meter import Spent
+from ourshard.runtime.passage import Passage
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action
 
@@ -67,6 +69,7 @@ class Unit:
         self.recomputes = 0  # forwards without gradient inside of one with: reentrant checkpoints, which come again
         self.reduced = False  # in the current backward
         self.sharded = False  # some lane's parameters are sharded at rest: gathering communicates
+        self._passage: Passage | None = None  # the forward or backward under way, if someone looks
         self._gathered: Any = None  # event on the gather stream that compute has not waited for
         self._sites: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
 
@@ -128,7 +131,7 @@ class Unit:
         """Make the current stream wait for the gather that brings the parameters."""
         self.is_ahead = False
         if self._gathered is not None:
-            self.engine.streams.wait(self._gathered)
+            self.engine.streams.wait(self._gathered, Spent.GATHER, self.label)
             self._gathered = None
 
     def install(self) -> None:
@@ -155,7 +158,7 @@ class Unit:
         if self.pinned or not self.whole or not any(lane.placement.params is At.SHARD for lane in self.lanes):
             return
         if self._gathered is not None:  # gathered ahead and not used: the block must not be reused before it lands
-            self.engine.streams.wait(self._gathered)
+            self.engine.streams.wait(self._gathered, Spent.GATHER, self.label)
             self._gathered = None
         self.whole = False
         for lane in self.lanes:
@@ -193,9 +196,13 @@ class Unit:
     def before_forward(self) -> None:
         self.require()
         self.install()
+        if not self.engine.phase_is_backward:  # else a recomputation, a part of the backward
+            self._open_passage("forward")
 
     def after_forward(self, has_backward: bool) -> None:
         """Release, unless a backward is running, or will come soon and `reshard_after_forward` is off."""
+        if not self.engine.phase_is_backward:
+            self._close_passage()
         if self._more_to_come():
             return
         if self.running or self.held:
@@ -218,6 +225,16 @@ class Unit:
 
         if self.sharded:
             visit_tensors(outputs, look)
+
+    def _open_passage(self, phase: str) -> None:
+        meter = self.engine.measuring.meter
+        if self._passage is None and (meter is not None or torch.autograd._profiler_enabled()):
+            self._passage = Passage(meter, phase, self.label)
+
+    def _close_passage(self) -> None:
+        if self._passage is not None:
+            passage, self._passage = self._passage, None
+            passage.close()
 
     def _more_to_come(self) -> bool:
         """Say whether other modules of a merged unit are still to run in this pass."""
@@ -248,6 +265,7 @@ class Unit:
         if not self.running:
             self.require()
             self.install()
+            self._open_passage("backward")
         self.running = True
 
     def after_backward(self, call: Call) -> None:
@@ -257,6 +275,7 @@ class Unit:
         if self.recomputes or len(self.calls):
             return
         self.running = False
+        self._close_passage()
         if self.engine.reduces_now(self):
             self.engine.schedule.need(Action.REDUCE, self)
         else:
@@ -279,6 +298,7 @@ class Unit:
         for call in list(self.calls):
             if call.begun:
                 self.calls.discard(call)
+        self._close_passage()
         self.running = False
         self.passed = self.recomputes = 0
 
@@ -348,4 +368,4 @@ class Unit:
                 else:
                     read += lane.reduce(engine.sync_backward)
             passed = engine.streams.event()
-        engine.keep_until_reduced(read, passed)  # not inside: it makes the compute stream wait
+        engine.keep_until_reduced(read, passed, self.label)  # not inside: it makes the compute stream wait
