@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ourshard.checkpoint.foreign import open_any
 from ourshard.checkpoint.source import CheckpointError, Source, detect
 
 from tests.checkpoint.foreign import (
@@ -170,11 +169,11 @@ def test_a_model_in_hand_names_numbered_parameters_without_a_guess(tmp_path: Pat
         known = [name for group in source.description.param_groups for name in group["params"]]
         names = sorted(known, key=lambda name: (name != names[0], name))
         expected = source.description.param_groups
-    with open_any(made_folder() / "ddp", names) as wrong:
+    with detect(made_folder() / "ddp", parameter_order=names) as wrong:
         assert not wrong.description.param_groups  # the order does not fit the shapes: no names, and it is said
         assert any("order" in loss for loss in wrong.description.losses)
     order = _order_of_llama()
-    with open_any(made_folder() / "ddp", order) as right:
+    with detect(made_folder() / "ddp", parameter_order=order) as right:
         assert [set(group["params"]) for group in right.description.param_groups] == [
             set(group["params"]) for group in expected
         ]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.checkpoint.foreign import open_any
 from ourshard.checkpoint.source import detect
 from torch import nn
 
@@ -69,7 +68,7 @@ def load_and_save(kind: str, folder: str, out: str, groups: list[list[str]], sta
 
 def groups_of(case: Case, kind: str) -> list[list[str]]:
     order = [name for name, _ in built(kind).named_parameters()]
-    with open_any(case.inner(), order) as source:
+    with detect(case.inner(), parameter_order=order) as source:
         return [list(group["params"]) for group in source.description.param_groups]
 
 

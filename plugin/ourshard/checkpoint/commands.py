@@ -93,6 +93,8 @@ def _formats() -> str:
     return "Format of the result: " + "; ".join(f"[bold]{name}[/] - {writer(name).summary}" for name in names) + "."
 
 
+_MODEL_OPTION = typer.Option(metavar="N", help="Which model, where the checkpoint holds several; the first is 0.")
+
 _CONVERT_EXAMPLES = """[bold]Examples[/]
 
 A DeepSpeed or FSDP folder to weights for from_pretrained, in bf16:
@@ -149,6 +151,7 @@ def convert_command(
         bool, typer.Option("--merge-adapter", help="Add a LoRA to its base weights; the result is the base model.")
     ] = False,
     base: Annotated[Path | None, typer.Option(help="The base model, if SRC is an adapter alone.")] = None,
+    model: Annotated[int | None, _MODEL_OPTION] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="Largest file of weights, such as 5GB. Default: 50GB, as Transformers has it.")
     ] = None,
@@ -191,6 +194,7 @@ def convert_command(
             dry_run=dry_run,
             merge_adapter=merge_adapter,
             base=base,
+            model=model,
             progress=bar,
         )
     if not quiet:
@@ -236,12 +240,13 @@ def inspect_command(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every tensor.")] = False,
     tensors: Annotated[bool, typer.Option(help="Show the table of all tensors.")] = True,
+    model: Annotated[int | None, _MODEL_OPTION] = None,
 ) -> None:
     """Show what a checkpoint holds: format, world, step, tensors, optimizer, ties, and what is odd.
 
     Reads headers and indexes, and no tensor; seconds even for a large one.
     """
-    with _exit_codes(), detect(path) as source:
+    with _exit_codes(), detect(path, model=model) as source:
         found = inspect(source)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2, default=str))
@@ -267,6 +272,8 @@ def verify_command(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The checkpoint: a folder, outer or inner, or a file.")],
     *,
     against: Annotated[Path | None, typer.Option(help="Another checkpoint, of any format, to be equal to.")] = None,
+    model: Annotated[int | None, _MODEL_OPTION] = None,
+    against_model: Annotated[int | None, typer.Option(metavar="N", help="The same for --against.")] = None,
     tolerance: Annotated[
         float, typer.Option(help="Largest difference of two elements that counts as equal; 0 compares bits.")
     ] = 0.0,
@@ -279,10 +286,10 @@ def verify_command(
 
     Formats without hashes are checked as far as they go: headers, lengths, checksums of archives, no piece missing.
     """
-    with _exit_codes(), detect(path) as source, _Bar("verifying", quiet=quiet or as_json) as bar:
+    with _exit_codes(), detect(path, model=model) as source, _Bar("verifying", quiet=quiet or as_json) as bar:
         nbytes = sum(info.nbytes for info in source.tensors.values())
         bar.start(nbytes * (bool(values) + (against is not None)))
-        other = detect(against) if against is not None else None
+        other = detect(against, model=against_model) if against is not None else None
         found = verify(source, against=other, tolerance=tolerance, values=values, config=config, advance=bar.advance)
         if other is not None:
             other.close()

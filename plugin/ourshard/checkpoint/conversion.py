@@ -80,12 +80,17 @@ class Selection:
     ties: Mapping[str, str] | None = None
     merge_adapter: bool = False
     base: Path | None = None
+    model: int | None = None
 
     def __post_init__(self) -> None:
         if self.merge_adapter and self.adapters_only:
             raise ValueError("merge_adapter and adapters_only exclude each other: after merging there is no adapter")
         if self.base is not None and not self.merge_adapter:
             raise ValueError("base is the model that an adapter is merged into: give merge_adapter too")
+
+    def open(self, src: Path) -> Source:
+        """Open the checkpoint, at the model that is chosen."""
+        return detect(src, model=self.model)
 
     def of(self, source: Source) -> Source:
         """Return the source as it is to be written."""
@@ -124,6 +129,7 @@ def convert(
     dry_run: bool = False,
     merge_adapter: bool = False,
     base: str | Path | None = None,
+    model: int | None = None,
     progress: Progress | None = None,
     io: DiskIO = DISK,
 ) -> Report:
@@ -136,6 +142,7 @@ def convert(
     max_shard_size: bytes or "5GB", for formats with files of weights; world_size: ranks, for formats cut by rank.
     memory: the resident set of this process stays below it, plus the largest row that has to be held whole.
     merge_adapter: add a LoRA to its base weights, which are in `src` or in the checkpoint `base`.
+    model: which one, where `src` holds several (accelerate numbers them from 0).
     overwrite: replace `dst` when the new one is finished. dry_run: write nothing.
 
     Raises FileExistsError, FileNotFoundError, ValueError for what was asked, CheckpointError for a bad `src`, OSError
@@ -143,7 +150,7 @@ def convert(
     """
     selection = Selection(
         dtype, weights_only, adapters_only, tuple(include), tuple(exclude), tuple(rename), ties, merge_adapter,
-        Path(base) if base is not None else None,
+        Path(base) if base is not None else None, model,
     )  # fmt: skip
     options = SinkOptions(None if max_shard_size is None else parse_size(max_shard_size), world_size)
     workers = min(4, os.cpu_count() or 1) if workers is None else workers
@@ -152,7 +159,7 @@ def convert(
     src, dst = Path(src), Path(dst)
     sink = writer(to)(options)
     began = time.monotonic()
-    with detect(src) as opened, selection.of(opened) as source:
+    with selection.open(src) as opened, selection.of(opened) as source:
         _check_place(src, dst, overwrite=overwrite)
         report = _plan(source, src, dst, sink)
         if not dry_run:

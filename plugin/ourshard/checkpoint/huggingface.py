@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from .companions import companions
 from .foreign.draft import Draft, ForeignSource
 from .foreign.runfiles import read_json
 from .io import inside
+from .numbered import Models, numbered, of_model
 from .pieces import FilePool, Piece, read_rows, read_run_into
 from .safetensors_file import Header, read_header
 from .source import PARAM, CheckpointError, TensorInfo, TensorKey
@@ -58,10 +59,15 @@ class SafetensorsSource(ForeignSource):
     format = "safetensors"
     looks_for = f"a *.safetensors file, or a folder with {SINGLE} or *{INDEX_SUFFIX}"
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the numbers in the names of files, as accelerate's `save_state` gives them."""
+        return numbered(found, r"model(?:_(?P<n>\d+))?\.safetensors")
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None, model: int = 0) -> None:
+        super().__init__(path, parameter_order)
         folder = path.parent if path.is_file() else path
-        names, index = _choose_files(path)
+        names, index = _choose_files(path, of_model("model", model, ".safetensors"))
         headers = {name: _open_header(folder, name) for name in names}
         self._files = {name: inside(folder, name).stat().st_size for name in headers}
         self._pool = FilePool(folder, self._files)
@@ -118,7 +124,7 @@ def _open_header(folder: Path, name: str) -> Header:
     return read_header(path)
 
 
-def _choose_files(path: Path) -> tuple[list[str], Mapping[str, str] | None]:
+def _choose_files(path: Path, single: str) -> tuple[list[str], Mapping[str, str] | None]:
     """Return the files to open, and the weight map (tensor -> file) if there is an index."""
     if path.is_file():
         return [path.name], None
@@ -130,8 +136,8 @@ def _choose_files(path: Path) -> tuple[list[str], Mapping[str, str] | None]:
     if indexes:
         weight_map = _read_index(indexes[0])
         return sorted(set(weight_map.values())), weight_map
-    if (path / SINGLE).is_file():
-        return [SINGLE], None
+    if (path / single).is_file():
+        return [single], None
     names = sorted(file.name for file in path.glob("*.safetensors"))
     numbered = [name for name in names if _NUMBERED.fullmatch(name)]
     if not numbered and len(names) > 1:

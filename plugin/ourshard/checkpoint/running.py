@@ -28,13 +28,12 @@ from ourshard.runtime.optim import bring_up_to_date, has_owners
 
 from . import commit, stepping
 from .background import BACKGROUND
-from .foreign import open_any
 from .foreign.names import shorten
 from .io import DISK, DiskIO
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
 from .sharded import ShardedSource, is_ours
-from .source import BUFFER, PARAM, CheckpointError, Description, Source, TensorKey
+from .source import BUFFER, PARAM, CheckpointError, Description, Source, TensorKey, detect
 from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
 
@@ -228,13 +227,19 @@ def _describe(
 
 @torch.no_grad()
 def load(
-    model: nn.Module, optimizer: Any | Sequence[Any], folder: str | Path, *, weights: bool = True
+    model: nn.Module,
+    optimizer: Any | Sequence[Any],
+    folder: str | Path,
+    *,
+    weights: bool = True,
+    number: int | None = None,
 ) -> Mapping[str, Any]:
     """Load what `save` wrote, at any stage, on any number of ranks; return its `client_state`. Collective.
 
     A folder of another engine (DeepSpeed, FSDP, DCP, plain) loads too, with its optimizer's state if it has one.
     Each rank reads its own rows of masters and moments. Names, shapes and every byte's hash are checked before anything
     is changed. `weights=False` loads the optimizer alone; with None for `optimizer` the weights alone are loaded.
+    `number`: which model of the folder, where another engine put several into one.
     Raises CheckpointError on every rank, listing what is missing, unexpected, mismatched, or damaged.
     """
     engine = _engine(model)
@@ -242,7 +247,7 @@ def load(
     name = Path(folder).name
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}"):
-            source = stack.enter_context(_open(Path(folder), model, engine.mesh.world.rank))
+            source = stack.enter_context(_open(Path(folder), model, engine.mesh.world.rank, number))
             optimizers = _optimizers(optimizer)
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
@@ -264,11 +269,11 @@ def load(
         return source.description.client_state
 
 
-def _open(folder: Path, model: nn.Module, rank: int) -> Source:
+def _open(folder: Path, model: nn.Module, rank: int, number: int | None) -> Source:
     """Open our own format, or that of another engine (which may number parameters in the order of the model)."""
     if is_ours(folder):
         return ShardedSource(folder)
-    source = open_any(folder, [name for name, _ in model.named_parameters()])
+    source = detect(folder, model=number, parameter_order=[name for name, _ in model.named_parameters()])
     for loss in source.description.losses if rank == 0 else ():
         logger.warning("load: %s", loss)
     return source

@@ -16,9 +16,12 @@ from .companions import companions
 from .foreign.names import shorten
 from .io import inside
 from .manifest import NAME, PARTIAL_NAMES, PLAIN, FileRecord, Manifest, load, merge, unseal
+from .numbered import Models, numbered, of_model
 from .pieces import FilePool, Piece, digest_of, gaps_of, overlapping, read_run, read_run_into, where
 from .shard_writer import rank_state_path
 from .source import CheckpointError, Source, TensorInfo, TensorKey
+
+FOLDER = "ourshard"  # in a folder of `save_state`; a second model's is ourshard_1
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -40,7 +43,8 @@ class ShardedSource(Source):
     is_own = True
     looks_for = f"a folder with {NAME}"
 
-    def __init__(self, path: Path, *, verify_reads: bool = False) -> None:
+    def __init__(self, path: Path, *, verify_reads: bool = False, model: int = 0) -> None:
+        path = path / of_model(FOLDER, model) if self.models_in(path) else path
         super().__init__(path)
         self.manifest = read_manifest(path)
         self.tensors = {**self.manifest.tensors, **_scalar_infos(self.manifest)}
@@ -64,7 +68,16 @@ class ShardedSource(Source):
         if is_ours(path):
             return path
         inner = [child for child in path.iterdir() if not child.name.startswith(".") and is_ours(child)]
-        return inner[0] if len(inner) == 1 else None
+        if len(inner) == 1:
+            return inner[0]
+        models = cls.models_in(path)
+        return path if inner and len(models) == len(inner) else None
+
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the numbers in the names of folders, as `save_state` gives them."""
+        folders = {} if is_ours(found) else numbered(found, rf"{FOLDER}(?:_(?P<n>\d+))?")
+        return {number: names for number, names in folders.items() if is_ours(found / names[0])}
 
     def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
         """Return these rows. A missing piece is refused with its file and rows."""

@@ -20,7 +20,7 @@ A reader is a subclass of `Source`. It is registered by name in `registry.py` (f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from .numbered import Models, choose
 from .tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class Source(ABC):
     looks_for: ClassVar[str]  # what `find` wants to see, for the error of `detect`: "model.safetensors or ..."
 
     is_own: ClassVar[bool] = False  # written by ourshard, from the same kind of optimizer that it is loaded into
+    takes_order: ClassVar[bool] = False  # its constructor has `parameter_order`, for optimizers that number parameters
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -159,6 +161,11 @@ class Source(ABC):
     @abstractmethod
     def find(cls, path: Path) -> Path | None:
         """Return what to open if `path` (a folder, outer or inner, or a file) is of this format, else None."""
+
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the models in what `find` returned, if the format may hold several: its constructor has `model`."""
+        return {}
 
     @abstractmethod
     def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
@@ -236,10 +243,12 @@ class Source(ABC):
         return [key for key in self.tensors if key.kind == kind]
 
 
-def detect(path: str | Path) -> Source:
+def detect(path: str | Path, *, model: int | None = None, parameter_order: Sequence[str] | None = None) -> Source:
     """Open the checkpoint at `path`, an outer folder (checkpoint-N), an inner one, or a file, whatever its format.
 
-    Raises FileNotFoundError if nothing is there, CheckpointError listing what was looked for if no format fits.
+    model: which one, where a folder holds several. parameter_order: the names of `model.named_parameters()`, for
+    optimizers that number them (`optimizer.pt`). Raises FileNotFoundError if nothing is there, ValueError if there are
+    several models and none is chosen, CheckpointError listing what was looked for if no format fits.
     """
     from .registry import readers
 
@@ -250,11 +259,23 @@ def detect(path: str | Path) -> Source:
     for reader in readers():
         found = reader.find(path)
         if found is not None:
-            return reader(found)
+            return _open(reader, found, path, model, parameter_order)
         tried.append(f"  {reader.format}: {reader.looks_for}")
     inner = sorted(child.name for child in path.iterdir() if _fits(child)) if path.is_dir() else []
     hint = f" It holds checkpoints, name one of them: {', '.join(inner)}." if inner else ""
     raise CheckpointError(f"{path} is no checkpoint of a known format.{hint} Looked for:\n" + "\n".join(tried))
+
+
+def _open(
+    reader: type[Source], found: Path, path: Path, model: int | None, parameter_order: Sequence[str] | None
+) -> Source:
+    options: dict[str, Any] = {}
+    number = choose(path, reader.models_in(found), model)
+    if number is not None:
+        options["model"] = number
+    if reader.takes_order:
+        options["parameter_order"] = parameter_order
+    return reader(found, **options)
 
 
 def _fits(path: Path) -> bool:

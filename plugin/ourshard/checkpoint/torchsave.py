@@ -14,6 +14,7 @@ from .foreign.draft import Draft, ForeignSource
 from .foreign.names import canonical_keys
 from .foreign.weights import find_weights, read_weights
 from .huggingface_sink import MAX_SHARD_SIZE, file_names, index_of, split, write_companions
+from .numbered import Models, numbered, of_model
 from .sink import Sink, SinkOptions
 from .source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from .torch_archive import Archive
@@ -33,8 +34,16 @@ class TorchSaveSource(ForeignSource):
     format = "torch"
     looks_for = f"{MODEL}, {MODEL}.index.json, or a file {'/'.join(_SUFFIXES)} that holds a state_dict"
 
-    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the numbers in the names of files, as accelerate's `save_state` gives them."""
+        models = numbered(found.parent, r"pytorch_model(?:_(?P<n>\d+))?\.bin")
+        return models if any(found.name in names for names in models.values()) else {}
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None, model: int = 0) -> None:
         super().__init__(path, parameter_order)
+        if self.models_in(path):
+            path = path.with_name(of_model("pytorch_model", model, ".bin"))
         weights = read_weights(path)
         files = companions(path.parent) if path.name.startswith(MODEL) else {}
         tensors = canonical_keys(weights.tensors, str(path))

@@ -22,6 +22,8 @@ from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
 from ourshard.checkpoint import commit, running
 from ourshard.checkpoint.background import wait_for_save
 from ourshard.checkpoint.foreign import is_foreign
+from ourshard.checkpoint.numbered import of_model
+from ourshard.checkpoint.sharded import FOLDER as SHARDED_FOLDER
 from ourshard.checkpoint.sharded import is_ours
 from ourshard.config import CheckpointFormat
 from ourshard.integrations import models, optimizer_state
@@ -33,7 +35,6 @@ else:
     _Base = object
 
 OPTIMIZER_FILE = "ourshard_optimizer"
-SHARDED_FOLDER = "ourshard"
 
 logger = logging.getLogger("ourshard")
 
@@ -198,7 +199,8 @@ class SavingMixin(_Base):
             folder = self._folder_of(where, number)
             if models.engine_of(model) is not None and folder is not None:
                 weights = any(each is model for each in wanted)
-                running.load(models.inner(model), optimizers, folder, weights=weights)
+                which = number if len(self._models) > 1 and folder == where else None
+                running.load(models.inner(model), optimizers, folder, weights=weights, number=which)
                 found.append(number)
         return found
 
@@ -207,8 +209,7 @@ class SavingMixin(_Base):
         folder = commit.standing(sharded_folder(where, number))
         if is_ours(folder):
             return folder
-        plain = _optimizer_file(where, 0).exists() or len(self._models) > 1
-        return None if plain or not is_foreign(where) else where
+        return None if _optimizer_file(where, 0).exists() or not is_foreign(where) else where
 
     def _number_of(self, model: torch.nn.Module) -> int:
         return next(number for number, each in enumerate(self._models) if each is model)
@@ -225,7 +226,7 @@ class SavingMixin(_Base):
 
 def sharded_folder(folder: Path, number: int) -> Path:
     """Return where model `number` lies in a folder of `save_state`."""
-    return folder / (f"{SHARDED_FOLDER}_{number}" if number else SHARDED_FOLDER)
+    return folder / of_model(SHARDED_FOLDER, number)
 
 
 def _optimizer_file(folder: str | os.PathLike[str], number: int) -> Path:

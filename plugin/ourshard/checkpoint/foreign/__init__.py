@@ -5,12 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..source import Source
 
 _HERE = "ourshard.checkpoint.foreign"
 
@@ -41,18 +36,3 @@ def is_foreign(path: Path) -> bool:
     from ..registry import load_class
 
     return any(load_class(reader).find(path) is not None for reader in READERS if reader not in WEIGHTS_ALONE)
-
-
-def open_any(path: str | Path, parameter_order: Sequence[str] | None = None) -> Source:
-    """Open the checkpoint at `path`, whatever its format, to resume from it.
-
-    `parameter_order`: the names of `model.named_parameters()`, for optimizers that number them (`optimizer.pt`).
-    Raises what `detect` raises.
-    """
-    from ..source import detect
-    from .draft import ForeignSource
-
-    source = detect(path)
-    if parameter_order is not None and isinstance(source, ForeignSource):
-        source = type(source)(source.path, parameter_order)
-    return source

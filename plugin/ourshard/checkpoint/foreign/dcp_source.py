@@ -8,11 +8,12 @@ save all into one folder, or the optimizer flattened ("state.NAME.exp_avg"). Wha
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..numbered import Models, numbered
 from ..source import ADAPTER_ALONE, CheckpointError
 from .adapters import is_adapter_name, names_with_adapter, with_adapter_name
 from .dcp import DcpFolder, KeyPath, is_dcp_folder
@@ -23,8 +24,9 @@ from .runfiles import add_run_files
 from .stored import Readable
 from .ties import find_ties
 
-MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_(\d+)")
-OPTIMIZER_FOLDER = re.compile(r"optimizer_(\d+)")
+MODEL_STEM, OPTIMIZER_STEM = "pytorch_model_fsdp", "optimizer"
+MODEL_FOLDER = re.compile(rf"{MODEL_STEM}_(\d+)")
+OPTIMIZER_FOLDER = re.compile(rf"{OPTIMIZER_STEM}_(\d+)")
 _MODEL_WORDS = ("model", "module", "state_dict", "model_state_dict", "app.model")
 _SCHEDULER_WORDS = ("scheduler", "lr_scheduler")
 
@@ -45,18 +47,31 @@ class DcpSource(ForeignSource):
             return path.parent if inner else path
         return path if path.is_dir() and _inner_folders(path) else None
 
-    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the numbers in the names of accelerate's folders: of models, or of optimizers that are alone."""
+        for stem in (MODEL_STEM, OPTIMIZER_STEM) if not is_dcp_folder(found) else ():
+            if models := {
+                number: (f"{MODEL_STEM}_{number}", f"{OPTIMIZER_STEM}_{number}")
+                for number, (name,) in numbered(found, rf"{stem}_(?P<n>\d+)").items()
+                if is_dcp_folder(found / name)
+            }:
+                return models
+        return {}
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None, model: int = 0) -> None:
         super().__init__(path, parameter_order)
         draft, parts = Draft(), Parts()
-        inner = _inner_folders(path)
-        folders = [path] if is_dcp_folder(path) else _first_of_each(inner, draft)
+        models = self.models_in(path)
+        folders = [path / name for name in models.get(model, ()) if is_dcp_folder(path / name)] or [path]
+        draft.losses += _of_no_model(path, models)
         for folder in folders:
             opened = DcpFolder(folder)
             parts.add(opened)
             draft.world_size = max(draft.world_size or 0, _world_size(folder, opened, draft)) or None
         parts.into(draft, path, parameter_order)
         if folders != [path]:
-            add_run_files(draft, path)
+            add_run_files(draft, path, model, len(models))
         self.publish(draft)
 
 
@@ -65,17 +80,10 @@ def _inner_folders(path: Path) -> list[Path]:
     return sorted(p for p in named if is_dcp_folder(p))
 
 
-def _first_of_each(inner: Iterable[Path], draft: Draft) -> list[Path]:
-    """Return the folders of the first model and optimizer; say so if there are more."""
-    chosen = []
-    for path in inner:
-        if path.name.endswith("_0"):
-            chosen.append(path)
-        else:
-            draft.losses.append(f"{path.name}: only the first model and optimizer of several are read")
-    if not chosen:
-        raise CheckpointError("no folder of the first model (pytorch_model_fsdp_0) or optimizer (optimizer_0) is here")
-    return chosen
+def _of_no_model(path: Path, models: Models) -> list[str]:
+    """Say which optimizers have no model here: a model has one, of its number."""
+    others = numbered(path, rf"{OPTIMIZER_STEM}_(?P<n>\d+)").keys() - models.keys() if models else ()
+    return [f"{OPTIMIZER_STEM}_{number}: an optimizer, there is no model of its number" for number in sorted(others)]
 
 
 def _world_size(folder: Path, opened: DcpFolder, draft: Draft) -> int:

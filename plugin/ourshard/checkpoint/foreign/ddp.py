@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..huggingface import tie_by_config
+from ..numbered import Models, numbered, of_model
 from ..source import ADAPTER_ALONE, CheckpointError
 from .adapters import with_adapter_name
 from .draft import Draft, ForeignSource
@@ -29,12 +30,18 @@ _ADAPTER = ("adapter_model",)
 _MODEL = ("model", "pytorch_model")
 
 
-def _weights_path(folder: Path) -> Path | None:
+def _weights_path(folder: Path, model: int = 0) -> Path | None:
     if (folder / _ADAPTER_CONFIG).is_file():
         adapter = find_weights(folder, _ADAPTER)
         if adapter is not None:
             return adapter
-    return find_weights(folder, _MODEL)
+    return find_weights(folder, _MODEL, model)
+
+
+def models_of_accelerate(folder: Path) -> Models:
+    """Return the models that `save_state` put whole into a folder; {} if it is of an adapter, or of Transformers."""
+    adapter = (folder / _ADAPTER_CONFIG).is_file() and find_weights(folder, _ADAPTER) is not None
+    return {} if adapter else numbered(folder, r"(?:model|pytorch_model)(?:_(?P<n>\d+))?\.(?:safetensors|bin)")
 
 
 class DdpSource(ForeignSource):
@@ -49,28 +56,46 @@ class DdpSource(ForeignSource):
         folder = path.parent if path.name in _OPTIMIZERS and path.is_file() else path
         if not folder.is_dir() or not any((folder / name).is_file() for name in _OPTIMIZERS):
             return None
-        return folder if _weights_path(folder) else None
+        return folder if _weights_path(folder) or models_of_accelerate(folder) else None
 
-    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the numbers in the names of the models' files."""
+        return models_of_accelerate(found)
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None, model: int = 0) -> None:
         super().__init__(path, parameter_order)
         draft = Draft()
-        weights_path = _weights_path(path)
+        weights_path = _weights_path(path, model)
         if weights_path is None:
             raise CheckpointError(f"{path}: has no weights")
         weights = read_weights(weights_path)
-        add_run_files(draft, path)
+        add_run_files(draft, path, model, len(self.models_in(path)))
         draft.model = canonical_keys(weights.tensors, str(weights_path))
         draft.ties = dict(weights.ties)
         if weights_path.name.startswith(_ADAPTER):
             _name_adapter(draft)
         else:
             tie_by_config(draft)
-        file = TorchFile(next(path / name for name in _OPTIMIZERS if (path / name).is_file()))
-        known = list(orders(path, list(draft.model), parameter_order))
-        if weights.in_model_order and parameter_order is None:
-            known.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
-        name_integer_keys(draft, optimizer_of(file), known)
+        optimizer = _optimizer_path(path, model)
+        if optimizer is not None:
+            known = list(orders(path, list(draft.model), parameter_order))
+            if weights.in_model_order and parameter_order is None:
+                known.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
+            name_integer_keys(draft, optimizer_of(TorchFile(optimizer)), known)
+        draft.losses += _of_no_model(path, self.models_in(path))
         self.publish(draft)
+
+
+def _optimizer_path(folder: Path, model: int) -> Path | None:
+    names = _OPTIMIZERS if model == 0 else (of_model("optimizer", model, ".bin"),)
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _of_no_model(folder: Path, models: Models) -> list[str]:
+    """Say which optimizers are left out: a model has one, of its number."""
+    others = numbered(folder, r"optimizer_(?P<n>\d+)\.bin").keys() - models.keys()
+    return [f"optimizer_{number}.bin: an optimizer, there is no model of its number" for number in sorted(others)]
 
 
 class PeftSource(ForeignSource):

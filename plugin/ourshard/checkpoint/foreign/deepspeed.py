@@ -6,9 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..numbered import Models, numbered
 from ..source import CheckpointError
 from .classes import PickledTensor
-from .deepspeed_files import LATEST, DeepSpeedFiles, ModelStates, loss_scale, open_files, tag_folder
+from .deepspeed_files import (
+    LATEST,
+    DeepSpeedFiles,
+    ModelStates,
+    has_model_states,
+    loss_scale,
+    open_files,
+    tag_folder,
+)
 from .draft import Draft, ForeignSource
 from .fsdp_files import optimizer_of_content
 from .integer_keys import Order, name_integer_keys
@@ -29,11 +38,21 @@ class DeepSpeedSource(ForeignSource):
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
-        """Return the folder of the tag, for the folder around it or itself."""
-        return tag_folder(path)
+        """Return the folder of the tag, for the folder around it or itself; that around it if each tag is a model."""
+        return path if len(cls.models_in(path)) > 1 else tag_folder(path)
 
-    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the tags by which accelerate numbers models; `latest` names the last of them."""
+        tags = numbered(found, r"pytorch_model(?:_(?P<n>\d+))?")
+        tags = {number: names for number, names in tags.items() if has_model_states(found / names[0])}
+        return tags if len(tags) > 1 else {}
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None, model: int = 0) -> None:
         super().__init__(path, parameter_order)
+        models = self.models_in(path)
+        if models:
+            path = path / models[model][0]
         files, draft = open_files(path), Draft()
         add_engine_values(draft, files.models[0])
         if not files.optimizers:
@@ -46,7 +65,7 @@ class DeepSpeedSource(ForeignSource):
             _note_left_out(draft, files.models[0])
             draft.world_size = len(files.optimizers)
             draft.scaler = loss_scale(files.states[0])
-        add_outer_files(draft, path, LATEST)
+        add_outer_files(draft, path, LATEST, model, len(models))
         self.publish(draft)
 
 
@@ -56,10 +75,10 @@ def _note_left_out(draft: Draft, states: ModelStates) -> None:
         draft.losses.append("frozen parameters, if the model has any: left out when it was saved")
 
 
-def add_outer_files(draft: Draft, tag: Path, latest: str) -> None:
+def add_outer_files(draft: Draft, tag: Path, latest: str, model: int = 0, models: int = 1) -> None:
     """Add what accelerate and the Trainer put into the folder around the tag's, if that is what it is."""
     if (tag.parent / latest).is_file():
-        add_run_files(draft, tag.parent)
+        add_run_files(draft, tag.parent, model, models)
 
 
 def add_engine_values(draft: Draft, states: ModelStates) -> None:

@@ -77,6 +77,8 @@ def _refusing_damage(opening: Callable[..., None]) -> Callable[..., None]:
 class ForeignSource(Source):
     """A `Source` over readers of single tensors. Opening one raises nothing but CheckpointError and OSError."""
 
+    takes_order = True
+
     def __init_subclass__(cls) -> None:
         """Guard the constructor of each reader."""
         super().__init_subclass__()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..numbered import Models, numbered, of_model
 from ..source import CheckpointError
 from .classes import PickledTensor
 from .dcp_source import add_adapter_names
@@ -29,9 +30,9 @@ from .weights import torch_tensors
 
 MODEL_FILE = "pytorch_model_fsdp.bin"
 OPTIMIZER_FILE = "optimizer.bin"
-_RANK_FILE = re.compile(r"pytorch_model_fsdp_0_rank(\d+)\.bin")
-_OPTIMIZER_RANK_FILE = re.compile(r"optimizer_0_rank(\d+)\.bin")
-_LOCAL_FILE = re.compile(r"pytorch_model_fsdp(?:_[1-9]\d*)?_rank(\d+)\.bin")
+_MODEL_STEM, _OPTIMIZER_STEM = "pytorch_model_fsdp", "optimizer"
+_FULL_FILE = rf"{_MODEL_STEM}(?:_(?P<n>\d+))?\.bin"
+_RANK_FILE = rf"{_MODEL_STEM}(?:_(?P<n>\d+))?_rank\d+\.bin"
 
 
 class FsdpFullSource(ForeignSource):
@@ -43,24 +44,26 @@ class FsdpFullSource(ForeignSource):
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return the folder of the file."""
-        folder = path.parent if path.name == MODEL_FILE else path
-        return folder if (folder / MODEL_FILE).is_file() else None
+        folder = path.parent if re.fullmatch(_FULL_FILE, path.name) else path
+        return folder if cls.models_in(folder) else None
 
-    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the numbers in the names of the models' files."""
+        return numbered(found, _FULL_FILE)
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None, model: int = 0) -> None:
         super().__init__(path, parameter_order)
         draft = Draft()
-        tensors, shared = torch_tensors(path / MODEL_FILE)
-        draft.model = canonical_keys(tensors, MODEL_FILE)
-        if (path / OPTIMIZER_FILE).is_file():
-            file = TorchFile(path / OPTIMIZER_FILE)
+        name, optimizer = of_model(_MODEL_STEM, model, ".bin"), of_model(_OPTIMIZER_STEM, model, ".bin")
+        tensors, shared = torch_tensors(path / name)
+        draft.model = canonical_keys(tensors, name)
+        if (path / optimizer).is_file():
+            file = TorchFile(path / optimizer)
             order = Order(tuple(parameter_order or draft.model), "the order of the model's tensors")
             add_optimizer(draft, optimizer_of(file), order)
-        draft.losses += [
-            f"{other.name}: only the first model of several is read"
-            for other in path.glob("pytorch_model_fsdp_[1-9]*.bin")
-        ]
         add_adapter_names(draft)
-        add_run_files(draft, path)
+        add_run_files(draft, path, model, len(self.models_in(path)))
         draft.ties = {**find_ties(draft.model, draft.trained), **shared}
         self.publish(draft)
 
@@ -118,25 +121,26 @@ class FsdpRankSource(ForeignSource):
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return the folder of the files."""
-        folder = path.parent if _RANK_FILE.fullmatch(path.name) or _LOCAL_FILE.fullmatch(path.name) else path
-        if not folder.is_dir():
-            return None
-        found = any(_RANK_FILE.fullmatch(p.name) or _LOCAL_FILE.fullmatch(p.name) for p in folder.iterdir())
-        return folder if found else None
+        folder = path.parent if re.fullmatch(_RANK_FILE, path.name) else path
+        return folder if cls.models_in(folder) else None
 
-    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None) -> None:
+    @classmethod
+    def models_in(cls, found: Path) -> Models:
+        """Return the numbers in the names of the models' files."""
+        return numbered(found, _RANK_FILE)
+
+    def __init__(self, path: Path, parameter_order: Sequence[str] | None = None, model: int = 0) -> None:
         super().__init__(path, parameter_order)
         draft = Draft()
-        files = _rank_files(path, _RANK_FILE)
-        if not files:
+        files = _rank_files(path, f"{_MODEL_STEM}_{model}")
+        optimizers = _rank_files(path, f"{_OPTIMIZER_STEM}_{model}")
+        if not files or _is_local(files):
             raise CheckpointError(
                 f"{path}: LOCAL_STATE_DICT of FSDP1 holds flat parameters without the shapes of what is in them; "
                 "load it with the program that wrote it and save SHARDED_STATE_DICT"
             )
         draft.world_size = len(files)
-        model = RankFiles(files)
-        draft.model = canonical_keys(model.tensors(), str(path))
-        optimizers = _rank_files(path, _OPTIMIZER_RANK_FILE)
+        draft.model = canonical_keys(RankFiles(files).tensors(), str(path))
         if optimizers:
             if len(optimizers) != len(files):
                 raise CheckpointError(f"{path}: {len(files)} files of the model and {len(optimizers)} of the optimizer")
@@ -144,12 +148,22 @@ class FsdpRankSource(ForeignSource):
             order = Order(tuple(parameter_order or draft.model), "the order of the model's tensors")
             add_optimizer(draft, optimizer, order)
         add_adapter_names(draft)
-        add_run_files(draft, path)
+        add_run_files(draft, path, model, len(self.models_in(path)))
         self.publish(draft)
 
 
-def _rank_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+def _is_local(files: Sequence[Path]) -> bool:
+    """Tell whether these are of LOCAL_STATE_DICT, which names its second model as use_dcp=False does.
+
+    Its optimizers are no files of ranks, and it names its first model without a number.
+    """
+    folder = files[0].parent
+    return any(folder.glob(f"{_MODEL_STEM}_rank*.bin")) or not any(folder.glob(f"{_MODEL_STEM}_0_rank*.bin"))
+
+
+def _rank_files(folder: Path, stem: str) -> list[Path]:
     """Return the files of all ranks in order; raise if one between them is missing."""
+    pattern = re.compile(rf"{stem}_rank(\d+)\.bin")
     found = {int(match[1]): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
     missing = [rank for rank in range(max(found, default=-1) + 1) if rank not in found]
     if missing:

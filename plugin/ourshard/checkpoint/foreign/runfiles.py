@@ -23,10 +23,15 @@ _LEFT = (
 )
 
 
-def add_run_files(draft: Draft, folder: Path) -> None:
-    """Add what lies in the folder of a run, and say what of it is not carried."""
+def add_run_files(draft: Draft, folder: Path, model: int = 0, models: int = 1) -> None:
+    """Add what lies in the folder of a run, and say what of it is not carried.
+
+    Of as many schedulers as `models`, that of this model is taken; else all of them.
+    """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     numbered = {int(match[1] or 0): name for name in names if (match := _SCHEDULER.fullmatch(name))}
+    if len(numbered) == models > 1 and model in numbered:
+        numbered = {0: numbered[model]}
     states = [read_plain(folder / numbered[number]) for number in sorted(numbered)]
     if states:
         draft.scheduler = states[0] if len(states) == 1 else states

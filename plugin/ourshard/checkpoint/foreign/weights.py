@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..io import inside
+from ..numbered import of_model
 from ..safetensors_file import read_header
 from ..source import CheckpointError
 from .classes import PickledTensor
@@ -24,9 +25,9 @@ class Weights:
     ties: dict[str, str]  # names that show the same bytes: later -> first
 
 
-def find_weights(folder: Path, stems: tuple[str, ...]) -> Path | None:
+def find_weights(folder: Path, stems: tuple[str, ...], model: int = 0) -> Path | None:
     """Return the file or index to read for the first of these stems ("model", "adapter_model") that is there."""
-    for stem in stems:
+    for stem in (of_model(stem, model) for stem in stems):
         for ending in (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"):
             path = folder / (stem + ending)
             if path.is_file():
