@@ -265,14 +265,27 @@ class ShardConfig:
         if self.shard_optimizer_over not in ("shard", "all"):
             raise ValueError(f"shard_optimizer_over: {self.shard_optimizer_over!r} is not 'shard' or 'all'.")
         if self.secondary_shard_size is not None:
-            _at_least(self.secondary_shard_size, 1, "secondary_shard_size")
-            if self.stage != 3:
-                raise ValueError(f"secondary_shard_size needs stage 3; stage {self.stage} keeps parameters whole.")
+            self._check_secondary()
         _at_least(self.persist_below, 0, "persist_below")
         if self.offload.params is not Tier.NONE and self.stage != 3:
             raise ValueError(f"offload.params needs stage 3; stage {self.stage} keeps whole parameters on the device.")
         if self.timeout is not None and self.timeout <= 0:
             raise ValueError(f"timeout: {self.timeout!r} must be a positive number of seconds.")
+
+    def _check_secondary(self) -> None:
+        if self.stage != 3:
+            raise ValueError(f"secondary_shard_size needs stage 3; stage {self.stage} keeps parameters whole.")
+        if not self.reshard_after_forward:
+            raise ValueError(
+                "secondary_shard_size: with reshard_after_forward: false nothing is gathered in backward, which the "
+                "secondary shard is for; leave one of them out."
+            )
+        assert self.secondary_shard_size is not None
+        if self.secondary_shard_size < 2:
+            raise ValueError(
+                f"secondary_shard_size: {self.secondary_shard_size!r} must be 2 or more; a rank that is to keep the "
+                "whole until backward does so with reshard_after_forward: false."
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardConfig:

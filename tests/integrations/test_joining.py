@@ -91,6 +91,15 @@ def test_three_ranks_leave_one_after_the_other(ranks):
         assert torch.equal(value, results[2]["state"][name])
 
 
+def test_a_secondary_shard_is_left_alone_inside_of_a_join(ranks):
+    config = {"stage": 3, "persist_below": 0}
+    without, with_one = ranks(4)(join, config), ranks(4)(join, {**config, "secondary_shard_size": 2})
+    assert [result["batches"] for result in with_one] == [2, 1, 1, 1]
+    for got, wanted in zip(with_one, without, strict=True):
+        assert got["after"] == wanted["after"]
+        assert all(torch.equal(value, wanted["state"][name]) for name, value in got["state"].items())
+
+
 def join_apart() -> None:
     """Sync on one rank and not on the other: their backward passes cannot be one."""
     from accelerate import Accelerator

@@ -165,6 +165,20 @@ def test_a_rehearsal_of_a_hybrid_mesh_counts_what_the_ledger_counts(
     compare(seen, *rehearse(values, "", micro_batches, MeshSizes(2, 2)))
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["as it is", "16 bits, int8, frozen base", "on the host"])
+def test_a_rehearsal_with_a_secondary_shard_counts_what_the_ledger_counts(name: str, ranks: Callable[..., Any]) -> None:
+    more, variant = {
+        "as it is": ({}, "large vocabulary"),
+        "16 bits, int8, frozen base": ({**HALF, "communication": {"weights": "int8", "block": 64}}, "frozen base"),
+        "on the host": ({**BOTH, **SMALL}, ""),
+    }[name]
+    values: dict[str, Any] = {"stage": 3, "secondary_shard_size": 2, **more}
+    seen: Seen = ranks(4)(train, values, variant, 2, timeout=90)[0]
+    compare(seen, *rehearse(values, variant, 2, MeshSizes(4, node=2)))
+    assert seen.wire["all_gather/node"] > seen.wire["all_gather/shard"] or name != "on the host"
+
+
 def compare(seen: Seen, rehearsal: Rehearsal, moves: list[Move]) -> None:
     assert rehearsal.order == seen.order
     wire: Counter[str] = Counter()

@@ -30,6 +30,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage3_checkpointed": (2, {"stage": 3, "activation_checkpointing": True}),
     "stage3_no_prefetch": (2, {"stage": 3, "prefetch": {"forward": 0, "backward": 0}}),
     "stage3_optimizer_on_the_host": (2, {"stage": 3, "offload": {"optimizer": "cpu"}}),
+    "stage3_secondary": (4, {"stage": 3, "secondary_shard_size": 2}),
     "hybrid": (4, {"stage": 3, "shard_size": 2}),
 }
 MICRO_BATCHES = 2

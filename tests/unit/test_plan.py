@@ -24,7 +24,7 @@ from ourshard.planning.layouts import plan_model
 from ourshard.planning.memory import memory_of
 from ourshard.planning.model import load_model, make_batch, parse_input
 from ourshard.planning.moves import Does, MeshSizes, Move
-from ourshard.planning.plan import Planner, Workload, candidates, cheapest, mesh_of, scaling, traffic
+from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, mesh_of, scaling, traffic
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import simulate
 from ourshard.planning.trace import Kernel, Trace, UnitParts, trace
@@ -363,6 +363,22 @@ def test_the_cheapest_is_the_fastest_that_fits_and_of_equals_the_smallest() -> N
 def test_candidates_share_over_nodes_only_where_there_are_some() -> None:
     assert all(config.shard_size is None for config in candidates(ShardConfig(), hardware_of("h100", 8)))
     assert any(config.shard_size == "node" for config in candidates(ShardConfig(), hardware_of("h100", 16, 2)))
+
+
+def test_a_secondary_shard_is_a_candidate_over_nodes_and_halves_what_leaves_them() -> None:
+    def rows(base: ShardConfig, gpus: int, nodes: int) -> list[Row]:
+        found = planner(gpus, nodes)
+        return found.rows(config for config in candidates(base, found.hardware) if not config.activation_checkpointing)
+
+    over_nodes = {row.name: row for row in rows(ShardConfig(), 16, 2)}
+    plain, second = over_nodes["stage 3"], over_nodes["stage 3, second shard over 8"]
+    assert plain.wire_between > second.wire_between > plain.wire_between // 2
+    assert second.memory.masters > plain.memory.masters
+    assert not any("second" in row.name for row in rows(ShardConfig(), 8, 1))
+    asked = rows(ShardConfig(secondary_shard_size=4), 8, 1)
+    assert [row.name for row in asked if "second" in row.name] == ["stage 3, second shard over 4"]
+    with pytest.raises(ValueError, match="over 3 does not divide"):
+        planner(8, 1).row(ShardConfig(secondary_shard_size=3))
 
 
 def test_full_shard_loses_speed_with_ranks_and_hybrid_shard_loses_less() -> None:

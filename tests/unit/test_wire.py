@@ -80,8 +80,9 @@ def test_hpz_moves_the_backward_gather_into_the_node() -> None:
     secondary = by_collective(lane_traffic(NUMEL, axes, Step(secondary_shard_size=2), Transport()))
     assert secondary["all_gather/shard"] * 2 == plain["all_gather/shard"]
     assert secondary["all_gather/node"] == NUMEL * 2 // 2
-    kept = Step(secondary_shard_size=2, reshard_after_forward=False)
-    assert "all_gather/node" not in by_collective(lane_traffic(NUMEL, axes, kept, Transport()))
+    accumulated = by_collective(lane_traffic(NUMEL, axes, Step(micro_batches=3, secondary_shard_size=2), Transport()))
+    assert accumulated["all_gather/shard"] == secondary["all_gather/shard"]
+    assert accumulated["all_gather/node"] == 5 * secondary["all_gather/node"]
 
 
 def test_qwz_halves_a_gather_but_for_the_scales() -> None:
@@ -127,5 +128,7 @@ def test_what_cannot_be_is_refused() -> None:
         lane_traffic(NUMEL, Axes(4), Step(0), Transport(gradients=INT8))
     with pytest.raises(ValueError, match="needs stage 3"):
         Step(2, secondary_shard_size=2)
+    with pytest.raises(ValueError, match="gathers in backward"):
+        Step(secondary_shard_size=2, reshard_after_forward=False)
     with pytest.raises(ValueError, match="node=3"):
         Axes(4, node=3)

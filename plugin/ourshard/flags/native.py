@@ -12,7 +12,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "reshard_after_forward": "stage 3: false keeps parameters whole between forward and backward",
     "shard_size": "ranks that share one sharded copy: a number or node; null is all ranks",
     "shard_optimizer_over": "shard, or all: masters and optimizer state over shard x replicate",
-    "secondary_shard_size": "stage 3: ranks that share a second shard for backward; null is none",
+    "secondary_shard_size": "stage 3: neighbours that share a second shard, for all gathers of a step but the first",
     "persist_below": "parameters of fewer elements stay whole",
     "wrap.policy": "auto, classes, modules, min_params or none: how units are found",
     "wrap.classes": "module classes that are units",

@@ -62,7 +62,7 @@ def changes(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Chan
 
 def _alternatives(config: ShardConfig, mesh: MeshSizes) -> Iterator[tuple[str, str, ShardConfig, MeshSizes, str]]:
     """Yield (key, value, config, mesh, price) for what can be changed, from no price to a high one."""
-    sharded = MeshSizes(mesh.world)
+    sharded = MeshSizes(mesh.world, node=mesh.node)
     if mesh.shard == 1 and config.stage > 0:
         yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
         return
@@ -76,6 +76,9 @@ def _alternatives(config: ShardConfig, mesh: MeshSizes) -> Iterator[tuple[str, s
     if config.stage == 3 and not config.reshard_after_forward:
         change = config.replace(reshard_after_forward=True)
         yield "reshard_after_forward", "true", change, mesh, "half again as many bytes on the wire"
+    if config.secondary_shard_size is not None:
+        change, sizes = config.replace(secondary_shard_size=None), MeshSizes(mesh.shard, mesh.replicate)
+        yield "secondary_shard_size", "null", change, sizes, "gathers of backward leave the node"
     if mesh.replicate > 1 and config.stage > 0:
         yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
 
@@ -149,7 +152,7 @@ def add_advice(error: BaseException, model: nn.Module) -> None:
     engine = engine_of(model)
     if engine is None or not isinstance(error, torch.OutOfMemoryError) or _ADVISED in vars(error):
         return
-    mesh = MeshSizes(engine.mesh.shard.size, engine.mesh.replicate.size)
+    mesh = MeshSizes(engine.mesh.shard.size, engine.mesh.replicate.size, engine.mesh.node.size)
     # The most, since what failed is over: activations that led to the error may be gone.
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     note = explain(model, engine.config, mesh, allocated=allocated, missing=missing_bytes(str(error)))

@@ -21,6 +21,7 @@ def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
             held[Kind.HOST if lane.on_host else Kind.MASTER] += lane.master_nbytes
         if lane.on_host and lane.sharded and lane.trainable:
             held[Kind.HOST if lane.shard_on_host else Kind.SHARD] += beside_nbytes(lane)
+        held[Kind.SECONDARY] += lane.secondary_nbytes
     return dict(held)
 
 

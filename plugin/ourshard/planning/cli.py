@@ -114,6 +114,7 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
 
 def _curves(base: ShardConfig) -> list[ShardConfig]:
     """Return what to draw over the number of GPUs: each stage, and stage 3 with a copy in each node."""
+    base = base.replace(secondary_shard_size=None)
     stages = [base.replace(stage=stage, shard_size=None) for stage in (0, 1, 2, 3)]
     return [*stages, base.replace(stage=3, shard_size="node")]
 

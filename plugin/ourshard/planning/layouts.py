@@ -34,6 +34,7 @@ class PlannedLane:
     shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
     coded_nbytes: int = 0  # of the whole lane as messages of the weights' codec; 0 where it travels as it is
     coded_grad_nbytes: int = 0  # the same of the gradients' codec
+    secondary_nbytes: int = 0  # of the secondary shard; 0 where there is none
 
     @property
     def sharded(self) -> bool:
@@ -78,12 +79,16 @@ class PlannedUnit:
 
     @property
     def sharded(self) -> bool:
-        return any(lane.sharded for lane in self.lanes)
+        return bool(self.sharded_lanes)
+
+    @property
+    def sharded_lanes(self) -> list[PlannedLane]:
+        return [lane for lane in self.lanes if lane.sharded]
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes of the whole parameters that are let go after use."""
-        return sum(lane.full_nbytes for lane in self.lanes if lane.sharded)
+        return sum(lane.full_nbytes for lane in self.sharded_lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +130,18 @@ def plan_model(
     reduce_dtype = _dtype(config.precision.reduce_dtype)
     units = []
     for entry in take_stock(model, config.wrap, _merge_numel(settings)):
-        lanes = tuple(_lane(lane, reduce_dtype, config) for lane in plan_lanes(entry.parameters, settings).lanes)
+        layout = plan_lanes(entry.parameters, settings)
+        lanes = tuple(_lane(lane, reduce_dtype, config, rooted=entry.rooted) for lane in layout.lanes)
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
         units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
     return PlannedModel(tuple(units))
 
 
-def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig) -> PlannedLane:
+def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig, *, rooted: bool) -> PlannedLane:
     key, offload = layout.key, config.offload
     codec, grad_codec = weight_codec(config.communication), gradient_codec(config.communication)
     reduce = reduce_dtype or key.compute_dtype
+    shares = None if rooted or key.placement.params is At.WHOLE else config.secondary_shard_size
     return PlannedLane(
         numel=layout.numel,
         shard_numel=layout.shard_numel,
@@ -148,6 +155,7 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig) ->
         shard_on_host=offload.params is Tier.CPU,
         coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded else 0,
         coded_grad_nbytes=grad_codec.nbytes(layout.numel) if grad_codec is not None and key.coded else 0,
+        secondary_nbytes=layout.numel // shares * key.compute_dtype.itemsize if shares else 0,
     )
 
 

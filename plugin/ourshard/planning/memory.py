@@ -18,7 +18,7 @@ WORKSPACE = 32 * 2**20
 class Memory:
     """Bytes of one rank at the moment when most is allocated on its device, at rest, and on the host."""
 
-    masters: int  # and shards in compute dtype, where masters are on the host
+    masters: int  # and shards in compute dtype: secondary ones, and those of masters on the host
     optimizer: int
     whole: int  # parameters that stay whole
     slots: int  # parameters that are whole for a while
@@ -70,7 +70,7 @@ def memory_of(
     top = max(range(len(moves)), key=lambda index: _engine(moves[index]) + alive[index])
     held = moves[top].held
     return Memory(
-        masters=held.get(Kind.MASTER, 0) + held.get(Kind.SHARD, 0),
+        masters=held.get(Kind.MASTER, 0) + held.get(Kind.SHARD, 0) + held.get(Kind.SECONDARY, 0),
         optimizer=states,
         whole=held.get(Kind.FULL, 0),
         slots=held.get(Kind.SLOT, 0),

@@ -16,13 +16,14 @@ class MeshSizes:
 
     shard: int
     replicate: int = 1
+    node: int = 1  # ranks that share a secondary shard; 1 where there is none
 
     @property
     def world(self) -> int:
         return self.shard * self.replicate
 
     def of(self, axis: str) -> int:
-        return {"shard": self.shard, "replicate": self.replicate, "world": self.world}[axis]
+        return {"shard": self.shard, "replicate": self.replicate, "world": self.world, "node": self.node}[axis]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ourshard.planning.moves import MeshSizes, Move
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import Timing, group_of, simulate
 from ourshard.planning.trace import Trace, UnitParts, trace
+from ourshard.runtime.mesh import node_size
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -72,6 +73,8 @@ def describe(config: ShardConfig) -> str:
         words.append("kept whole for backward")
     if config.shard_size is not None:
         words.append(f"in each {'node' if config.shard_size == 'node' else config.shard_size}")
+    if config.secondary_shard_size is not None:
+        words.append(f"second shard over {config.secondary_shard_size}")
     if config.activation_checkpointing:
         words.append("recomputed")
     places = {"optimizer": config.offload.optimizer, "parameters": config.offload.params}
@@ -80,7 +83,9 @@ def describe(config: ShardConfig) -> str:
 
 
 def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
-    """Yield the configurations to compare: stages, hybrid shard where there are several nodes, recomputation."""
+    """Yield what to compare: stages, recomputation; where there are several nodes, hybrid shard and a second shard."""
+    second = base.secondary_shard_size or (hardware.gpus_per_node if hardware.nodes > 1 else None)
+    base = base.replace(secondary_shard_size=None)
     sizes: list[Any] = [None] if hardware.nodes == 1 or hardware.gpus_per_node == 1 else [None, "node"]
     for recompute in (False, True):
         for size in sizes:
@@ -91,6 +96,9 @@ def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
                 yield base.replace(**changes, reshard_after_forward=True)
                 if stage == 3:
                     yield base.replace(**changes, reshard_after_forward=False)
+                    ranks = mesh_of(base.replace(**changes), hardware).shard
+                    if second is not None and 1 < second < ranks and ranks % second == 0:
+                        yield base.replace(**changes, reshard_after_forward=True, secondary_shard_size=second)
 
 
 def _goes_with(base: ShardConfig, stage: int) -> bool:
@@ -203,13 +211,13 @@ def mesh_of(config: ShardConfig, hardware: Hardware) -> MeshSizes:
     """Return the mesh that `config` makes of the hardware's GPUs.
 
     Raises:
-        ValueError: the shard size does not divide the ranks.
+        ValueError: the shard size does not divide the ranks, or a secondary one those of a shard.
     """
     size = config.shard_size
     shard = hardware.gpus if size is None else hardware.gpus_per_node if size == "node" else int(size)
     if hardware.gpus % shard:
         raise ValueError(f"shard_size: {size!r} does not divide {hardware.gpus} ranks.")
-    return MeshSizes(shard, hardware.gpus // shard)
+    return MeshSizes(shard, hardware.gpus // shard, node_size(config, shard))
 
 
 def traffic(moves: Sequence[Move], mesh: MeshSizes, hardware: Hardware) -> tuple[int, int]:

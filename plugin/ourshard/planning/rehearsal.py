@@ -56,6 +56,7 @@ class _Unit:
     whole: bool = False
     is_ahead: bool = False
     held: bool = False
+    has_secondary: bool = False  # its secondary shard shows the masters
     running: bool = False
     calls: int = 0  # forwards whose backward is still to come
     reduced: bool = False
@@ -219,7 +220,7 @@ class Rehearsal:
                 self._zero_grad(lane)
         for unit in self._units:
             if any(not lane.direct for lane in unit.planned.lanes):
-                unit.whole = False
+                unit.whole = unit.has_secondary = False
         for unit in (self._root, *self._units[:-1]):
             if not unit.planned.sharded:
                 self._gather(unit)
@@ -258,12 +259,18 @@ class Rehearsal:
             return
         unit.whole = unit.is_ahead = True
         self._held[Kind.SLOT] += unit.planned.slot_nbytes
+        if unit.has_secondary:
+            calls = tuple(Collective("all_gather", "node", lane.full_nbytes) for lane in unit.planned.sharded_lanes)
+            self._move(Does.GATHER, unit, collectives=calls)
+            return
         calls = tuple(
             Collective("all_gather", "shard", lane.coded_nbytes or lane.full_nbytes)
             for lane in unit.planned.lanes
             if not lane.placement.whole and self.mesh.shard > 1
         )
-        cast = sum(cast_nbytes(lane) for lane in unit.planned.lanes)
+        secondary = sum(lane.secondary_nbytes for lane in unit.planned.lanes)
+        unit.has_secondary = secondary > 0
+        cast = sum(cast_nbytes(lane) for lane in unit.planned.lanes) + 2 * secondary
         message = max((lane.coded_nbytes for lane in unit.planned.lanes), default=0)
         self._held[Kind.SLOT] += message  # while the gather runs
         self._move(Does.GATHER, unit, collectives=calls, nbytes=cast)

@@ -6,7 +6,8 @@ all-gather, reduce-scatter or all-to-all, and twice that in an all-reduce. Keys 
 For a lane of P elements over W ranks in N nodes of n, `nbytes` the size of a coded message:
 - stages 0 to 2: 2 b P (W - 1) / W; stage 3: 3 b P (W - 1) / W (Rajbhandari et al., 2020, "ZeRO", section 7).
 - quantized weights (qwZ): a gather of nbytes(P) instead of b P.
-- secondary shard (hpZ): the backward gather runs over the s ranks that share it: b P (s - 1) / s, inside the node.
+- secondary shard (hpZ): all gathers of a step but the first run over the s ranks that share it: b P (s - 1) / s, inside
+  the node (Note [Secondary shard] in runtime/secondary.py).
 - quantized gradients (qgZ): an all-to-all of nbytes(P) in the node, sums in float32, then one of nbytes(P / n) between
   nodes (Wang et al., 2023, "ZeRO++", section 3).
 """
@@ -77,6 +78,13 @@ class Step:
             raise ValueError(f"a step has at least one micro-batch; got {self.micro_batches}")
         if self.secondary_shard_size is not None and self.stage != 3:
             raise ValueError(f"a secondary shard needs stage 3; got stage {self.stage}")
+        if self.secondary_shard_size is not None and not self.reshard_after_forward:
+            raise ValueError("a secondary shard is for gathers in backward; with reshard_after_forward off are none")
+
+    @property
+    def gathers(self) -> int:
+        """Gathers of stage 3: in every forward, and in every backward where parameters were released."""
+        return self.micro_batches * (2 if self.reshard_after_forward else 1)
 
     @property
     def reductions(self) -> int:
@@ -131,37 +139,30 @@ def between_nodes_nbytes(numel: int, axes: Axes, step: Step, transport: Transpor
     """Return the bytes that a node must receive from other nodes in one step of stage 3, whatever the algorithm.
 
     This is the count of the ZeRO++ paper: gathers and reductions over N nodes move (N - 1) / N of the whole lane into a
-    node. A backward gather from a secondary shard within the node moves nothing.
+    node. A gather from a secondary shard within the node moves nothing.
     """
     if step.stage != 3:
         raise ValueError(f"the count between nodes is that of stage 3; got stage {step.stage}")
     _check_lane(numel, axes, step, transport)
     nodes = axes.cross
-    gathers = 1 if step.secondary_shard_size is not None or not step.reshard_after_forward else 2
-    received = step.micro_batches * gathers * ring_nbytes(transport.whole_params(numel), nodes)
+    gathers = step.gathers if step.secondary_shard_size is None else 1
+    received = gathers * ring_nbytes(transport.whole_params(numel), nodes)
     return received + step.trainable * step.reductions * ring_nbytes(transport.whole_grads(numel), nodes)
 
 
 def _gathers(numel: int, axes: Axes, step: Step, transport: Transport) -> Iterator[Traffic]:
     once = ring_nbytes(transport.whole_params(numel), axes.shard)
     if step.stage == 3:
-        yield Traffic("all_gather", "shard", step.micro_batches * once, step.micro_batches)
-        if step.reshard_after_forward:
-            axis, again = _backward_gather(numel, once, step, transport)
-            yield Traffic("all_gather", axis, step.micro_batches * again, step.micro_batches)
+        first = step.gathers if step.secondary_shard_size is None else 1
+        yield Traffic("all_gather", "shard", first * once, first)
+        if step.secondary_shard_size is not None:  # it holds what the first gather decoded, in the compute dtype
+            again, after = ring_nbytes(numel * transport.param_nbytes, step.secondary_shard_size), step.gathers - 1
+            yield Traffic("all_gather", "node", after * again, after)
     elif step.stage in (1, 2) and step.trainable:
         yield Traffic("all_gather", "shard", once)
     if step.optimizer_over_all and step.trainable and step.stage > 0:
         shard_nbytes = numel // axes.shard * transport.param_nbytes
         yield Traffic("all_gather", "replicate", ring_nbytes(shard_nbytes, axes.replicate))
-
-
-def _backward_gather(numel: int, forward_nbytes: int, step: Step, transport: Transport) -> tuple[str, int]:
-    """Return the axis of the backward gather and the bytes that one call sends."""
-    if step.secondary_shard_size is None:
-        return "shard", forward_nbytes
-    # The secondary shard holds what the forward gather decoded, in the compute dtype.
-    return "node", ring_nbytes(numel * transport.param_nbytes, step.secondary_shard_size)
 
 
 def _reductions(numel: int, axes: Axes, step: Step, transport: Transport) -> Iterator[Traffic]:

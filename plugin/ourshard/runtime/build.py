@@ -210,8 +210,8 @@ def _refuse_unsupported(engine: Engine) -> None:
     config, device = engine.config, engine.mesh.device
     _refuse_tiers(engine)
     _refuse_codecs(config)
-    if config.secondary_shard_size is not None:
-        raise ValueError("secondary_shard_size: hpZ is not available in this version; leave it out.")
+    if config.secondary_shard_size not in (None, engine.mesh.node.size):
+        raise ValueError(f"secondary_shard_size: the mesh that was given has {engine.mesh.node.size} ranks in a node.")
     if config.shard_optimizer_over == "all" and engine.mesh.replicate.size > 1:
         raise ValueError("shard_optimizer_over: 'all' is not available in this version; use 'shard'.")
     if config.checkpoint.asynchronous and config.checkpoint.format is CheckpointFormat.FULL:

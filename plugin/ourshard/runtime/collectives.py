@@ -41,7 +41,7 @@ class Collectives:
 
     def fill_slot(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
         """All-gather a slot on the gather stream; by peer copies where there are any, and they hold it."""
-        if self.peer is None or not self.peer.can_gather(segment):
+        if self.peer is None or axis.name != self.peer.axis.name or not self.peer.can_gather(segment):
             self.all_gather(whole, segment, axis, label)
             return
         self._count_others("all_gather", axis, whole.nbytes)

@@ -162,6 +162,8 @@ class _Hook(JoinHook):
 class _Announcing:
     """Stands in for the schedule of one engine: every event is announced, none is recorded or prefetched."""
 
+    joins = True
+
     def __init__(self, seat: Seat, index: int, engine: Engine) -> None:
         self._seat = seat
         self._index = index

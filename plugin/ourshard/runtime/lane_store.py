@@ -10,6 +10,7 @@ arriving  whole gradients in reduce dtype: filled by backward, reduced, then emp
           at rest or a sync is deferred).
 gradient  reduced gradients in master dtype, accumulated over micro-batches: the shard, or the whole lane.
 shard     where masters are on the host (Note [Masters on the host] in host.py): this rank's shard in compute dtype.
+secondary where the config asks for one: this rank's part of the whole within its node. Note [Secondary shard].
 
 A lane is `direct` when the parameters that the user holds are the masters and the leaves at once: whole, one dtype.
 Such parameters are plain tensors with plain gradients, as under DDP.
@@ -35,6 +36,7 @@ from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At, Placement
+from ourshard.runtime.secondary import SecondaryShard, keeps_secondary
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
@@ -77,6 +79,7 @@ class LaneStore:
         self.codec = weight_codec(communication) if key.coded else None
         self.gradient_codec = gradient_codec(communication) if key.coded else None
         self.shows_coded = False  # `full` has what the codec left of the masters
+        self.secondary: SecondaryShard | None = None
         self._make_buffers()
         self.leaves: list[nn.Parameter] = []
         self.resting: list[nn.Parameter] = [p.tensor for p in self.parameters]
@@ -103,7 +106,13 @@ class LaneStore:
             self.master = torch.zeros(own.numel(), dtype=self.store_dtype, device=self.device)
             if ledger is not None:
                 ledger.hold(Kind.MASTER, self.master.nbytes)
+        self._make_secondary()
         self.full.tensor.zero_()
+
+    def _make_secondary(self) -> None:
+        mesh = self.unit.engine.mesh
+        if mesh.node.size > 1 and self.placement.params is At.SHARD and not self.unit.rooted:
+            self.secondary = SecondaryShard(self.full.tensor, mesh.node, self.unit.engine.ledger)
 
     def take_host(self) -> torch.Tensor:
         """Return host memory for a master or its gradient."""
@@ -215,6 +224,17 @@ class LaneStore:
         """Bring the whole parameters into `full` (on the current stream)."""
         if self.placement.params is At.WHOLE and not self.stale:
             return
+        secondary = self.secondary if keeps_secondary(self.unit.engine) else None
+        coded = self.codec is not None and codes_now(self.unit.engine)
+        if secondary is None or not secondary.shows(coded):
+            self._fill_from_masters(coded)
+            if secondary is not None:
+                secondary.keep(self.full.tensor, coded)
+            return
+        self.shows_coded = coded
+        self.unit.engine.collectives.fill_slot(self.full.tensor, secondary.tensor, secondary.axis, self.unit.label)
+
+    def _fill_from_masters(self, coded: bool) -> None:
         stale, self.stale = self.stale, False
         if self.direct:
             return
@@ -228,8 +248,8 @@ class LaneStore:
             self.segment.copy_(self.shard, non_blocking=True)
         elif self.placement.params is At.SHARD:
             self.segment.copy_(self._master_above())
-        self.shows_coded = self.codec is not None and codes_now(self.unit.engine)
-        if self.codec is not None and self.shows_coded:
+        self.shows_coded = coded
+        if self.codec is not None and coded:
             gather_coded(self.unit.engine, self.codec, self.full.tensor, self.segment, self.unit.label)
             return
         self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
@@ -244,6 +264,8 @@ class LaneStore:
     def mark_stale(self) -> None:
         """Note that the master changed."""
         self.stale, self.sent = True, False
+        if self.secondary is not None:
+            self.secondary.forget()
 
     def _master_above(self) -> torch.Tensor:
         """Return the master on the device, which casts it: torch would cast on the host, into memory not pinned."""
@@ -276,6 +298,9 @@ class LaneStore:
         for position, leaf in enumerate(self.leaves):
             leaf.grad = None
             leaf.data = self.whole_view(self.full.tensor, position)
+        if self.secondary is not None:
+            self.secondary.let_go()
+            self._make_secondary()
         self.mark_stale()
         if self.offloaded and self.trainable and self.placement.params is At.SHARD:
             if self.shard is not None:

@@ -17,6 +17,7 @@ class Kind(Enum):
     GRADIENT = "gradient"  # gradients at rest
     REDUCE = "reduce"  # gradients on their way through a reduction
     SHARD = "shard"  # shards in compute dtype of lanes whose masters are on the host
+    SECONDARY = "secondary"  # shards in compute dtype within a node: Note [Secondary shard]
     HOST = "host"  # masters and gradients on the host; not in the totals
 
 

@@ -1,4 +1,7 @@
-"""The mesh: ranks that share one sharded copy (axis `shard`), and their counterparts elsewhere (axis `replicate`)."""
+"""The mesh: ranks that share one sharded copy (axis `shard`), and their counterparts elsewhere (axis `replicate`).
+
+With a secondary shard, runs of neighbours on `shard` are an axis too (`node`): Note [Secondary shard].
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ class Mesh:
     world: Axis
     control: dist.ProcessGroup | None  # gloo over all ranks: agreements, never tensors of the model
     device: torch.device
+    node: Axis = Axis("node", 1, 0, None)  # the ranks that share a secondary shard; one rank where there is none
 
     @property
     def describe(self) -> str:
@@ -68,12 +72,14 @@ def build_mesh(config: ShardConfig, mesh: Mesh | DeviceMesh | None = None, devic
         return _lone_mesh(config, device)
     world = dist.get_world_size()
     shard_size = _shard_size(config, world) if mesh is None else mesh.mesh.shape[-1]
-    key = (dist.group.WORLD, shard_size, device, config.timeout, mesh)
+    per_node = node_size(config, shard_size)
+    key = (dist.group.WORLD, shard_size, per_node, device, config.timeout, mesh)
     if key not in _MESHES:
         timeout = timedelta(seconds=config.timeout) if config.timeout else None
-        _MESHES[key] = (
-            _make_mesh(world, shard_size, device, timeout) if mesh is None else _from_device_mesh(mesh, device)
-        )
+        if mesh is None:
+            _MESHES[key] = _make_mesh(world, shard_size, per_node, device, timeout)
+        else:
+            _MESHES[key] = _from_device_mesh(mesh, per_node, device, timeout)
     return _MESHES[key]
 
 
@@ -92,7 +98,7 @@ def host_group(purpose: str, timeout: timedelta | None = None) -> dist.ProcessGr
 
 def let_go(mesh: Mesh) -> None:
     """Drop a mesh's references to its process groups; it can't be used any more."""
-    for axis in (mesh.shard, mesh.replicate, mesh.world):
+    for axis in (mesh.shard, mesh.replicate, mesh.world, mesh.node):
         object.__setattr__(axis, "group", None)
     object.__setattr__(mesh, "control", None)
 
@@ -120,8 +126,23 @@ def _shard_size(config: ShardConfig, world: int) -> int:
     return size
 
 
+def node_size(config: ShardConfig, shard_size: int) -> int:
+    """Return the ranks that share a secondary shard, 1 where there is none."""
+    size = config.secondary_shard_size
+    if size is None:
+        return 1
+    if size >= shard_size or shard_size % size:
+        why = "is the shard itself" if size == shard_size else "does not divide them"
+        divisors = " or ".join(str(n) for n in range(2, shard_size) if shard_size % n == 0)
+        raise ValueError(
+            f"secondary_shard_size: {shard_size} ranks share a sharded copy, and a secondary shard over {size} {why}; "
+            f"{f'use {divisors}, or ' if divisors else ''}leave it out."
+        )
+    return size
+
+
 def _lone_mesh(config: ShardConfig, device: torch.device) -> Mesh:
-    _shard_size(config, 1)
+    node_size(config, _shard_size(config, 1))
     one = [Axis(name, 1, 0, None) for name in ("shard", "replicate", "world")]
     return Mesh(one[0], one[1], one[2], None, device)
 
@@ -140,15 +161,21 @@ def _make_control(timeout: timedelta | None) -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
 
 
-def _make_mesh(world: int, shard_size: int, device: torch.device, timeout: timedelta | None) -> Mesh:
-    starts = range(0, world, shard_size)
-    shard = _make_axis("shard", [list(range(start, start + shard_size)) for start in starts], timeout)
+def _make_mesh(world: int, shard_size: int, per_node: int, device: torch.device, timeout: timedelta | None) -> Mesh:
+    copies = [list(range(start, start + shard_size)) for start in range(0, world, shard_size)]
+    shard = _make_axis("shard", copies, timeout)
     replicate = _make_axis("replicate", [list(range(k, world, shard_size)) for k in range(shard_size)], timeout)
     whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
-    return Mesh(shard, replicate, whole, _make_control(timeout), device)
+    node = _make_node(copies, per_node, timeout)
+    return Mesh(shard, replicate, whole, _make_control(timeout), device, node)
 
 
-def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> Mesh:
+def _make_node(copies: list[list[int]], size: int, timeout: timedelta | None) -> Axis:
+    """Make the axis of `size` neighbours in each list of ranks that share a copy. Collective over the world."""
+    return _make_axis("node", [copy[k : k + size] for copy in copies for k in range(0, len(copy), size)], timeout)
+
+
+def _from_device_mesh(mesh: DeviceMesh, per_node: int, device: torch.device, timeout: timedelta | None) -> Mesh:
     if mesh.ndim > 2:
         raise ValueError(f"mesh: {mesh.ndim} axes given; use one (shard) or two (replicate, shard).")
     if mesh.size() != dist.get_world_size():
@@ -164,4 +191,5 @@ def _from_device_mesh(mesh: DeviceMesh, device: torch.device) -> Mesh:
     world = dist.get_world_size()
     whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
     replicate = axis("replicate", 0) if mesh.ndim == 2 else lone
-    return Mesh(axis("shard", mesh.ndim - 1), replicate, whole, _make_control(None), device)
+    node = _make_node(mesh.mesh.view(-1, mesh.size(-1)).tolist(), per_node, timeout)
+    return Mesh(axis("shard", mesh.ndim - 1), replicate, whole, _make_control(None), device, node)

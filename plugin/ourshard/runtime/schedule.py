@@ -50,6 +50,8 @@ class Event(NamedTuple):
 class Schedule:
     """Follow or record the order of one model's collectives."""
 
+    joins = False  # ranks without batches take part, which know of no phase: `joining.py`
+
     def __init__(self, control: Control, units: list[Unit], perform: Callable[[Event], None], name: str = "") -> None:
         self._control = control
         self._units = units

@@ -67,8 +67,10 @@ def _memory(engine: Engine, lanes: list[Lane]) -> str:
         (sum(lane.full.nbytes for lane in unit.lanes if lane.placement.params is At.SHARD) for unit in engine.units),
         default=0,
     )
+    secondary = sum(lane.secondary.tensor.nbytes for lane in lanes if lane.secondary is not None)
     return (
         f"a rank holds masters of {masters / _MIB:,.1f} MiB (AdamW's state is {2 * stepped / _MIB:,.1f} MiB), "
+        f"{f'secondary shards of {secondary / _MIB:,.1f} MiB, ' if secondary else ''}"
         f"largest slot {slot / _MIB:,.1f} MiB"
     )
 
@@ -107,6 +109,8 @@ def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
     if stage < 3:
         for key in ("reshard_after_forward", "prefetch.forward", "prefetch.backward"):
             yield key, "parameters stay whole, nothing is gathered in a forward or backward"
+    if all(lane.secondary is None for lane in engine.lanes()):
+        yield "secondary_shard_size", "no unit but the root is sharded, and the root is gathered once"
     if stage < 2 and config.accumulate is Accumulate.DEFERRED:
         yield "accumulate", "whole gradients are reduced when syncing at this stage anyway"
 

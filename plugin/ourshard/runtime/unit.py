@@ -320,6 +320,8 @@ class Unit:
         self.entered.clear()
         self.close()
         for lane in self.lanes:
+            if lane.secondary is not None:
+                lane.secondary.forget()  # ranks may have got to different places
             if not lane.direct:
                 for leaf in lane.leaves:
                     leaf.grad = None
