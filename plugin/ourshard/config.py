@@ -70,8 +70,9 @@ class WhenBusy(str, Enum):
 
 
 class CheckpointFormat(str, Enum):
-    """What `save_state` writes."""
+    """What `save_state`, and a Trainer's `checkpoint-N`, are made of."""
 
+    AUTO = "auto"  # `save_state` sharded; a Trainer's whole, as under DDP, unless it is to be asynchronous
     SHARDED = "sharded"
     FULL = "full"
 
@@ -217,11 +218,16 @@ class CommunicationConfig:
 class CheckpointConfig:
     """What a checkpoint looks like."""
 
-    format: CheckpointFormat = CheckpointFormat.SHARDED
+    format: CheckpointFormat = CheckpointFormat.AUTO
     asynchronous: bool = False
     when_busy: WhenBusy = WhenBusy.WAIT  # asynchronous only
     save_dtype: str | None = None  # consolidated weights; None keeps each parameter's own dtype
     keep: int | None = None
+
+    @property
+    def shards_trainer(self) -> bool:
+        """Tell whether a Trainer's checkpoints are written by rows."""
+        return self.format is CheckpointFormat.SHARDED or (self.format is CheckpointFormat.AUTO and self.asynchronous)
 
     def __post_init__(self) -> None:
         _set(self, "save_dtype", dtype_name(self.save_dtype, "checkpoint.save_dtype"))

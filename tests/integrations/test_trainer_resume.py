@@ -99,7 +99,7 @@ def test_resuming_reads_no_weights_before_each_rank_knows_its_rows(ranks, stock,
     assert ranks(2)(weights_before_preparing, str(tmp_path), checkpoint, timeout=60) == [(21, 0)] * 2
 
 
-def made_with(folder: str, checkpoint: dict[str, Any], **more: Any) -> Any:
+def made_with(folder: str, checkpoint: dict[str, Any], peft: str | None = None, **more: Any) -> Any:
     from transformers import Trainer
 
     from tests.integrations import trainer_runs as runs
@@ -107,19 +107,41 @@ def made_with(folder: str, checkpoint: dict[str, Any], **more: Any) -> Any:
     runs.quiet()
     runs.enable({**SHARD, "stage": 3, "checkpoint": checkpoint})
     args = runs.arguments(CASES["full"], Path(folder), 1, **more)
-    return Trainer(model=runs.llama(), args=args, train_dataset=runs.Tokens(8))
+    return Trainer(model=runs.adapted(runs.llama(), peft), args=args, train_dataset=runs.Tokens(8))
 
 
-def asked_for(folder: str) -> tuple[str, int, int]:
-    with pytest.raises(ValueError, match="at once") as error:
-        made_with(folder, {"asynchronous": True})
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("checkpoint.asynchronous: a Trainer writes an adapter whole", {"asynchronous": True}, {"peft": "lora"}),
+    ("save_on_each_node", {"format": "sharded"}, {"save_on_each_node": True}),
+    ("hub_strategy", {"asynchronous": True}, {"push_to_hub": True, "hub_strategy": "checkpoint"}),
+    (
+        "checkpoint.when_busy: skip may leave out the best",
+        {"asynchronous": True, "when_busy": "skip"},
+        {"load_best_model_at_end": True},
+    ),
+]
+
+
+def asked_for(folder: str) -> tuple[list[str], int, int]:
+    from ourshard.integrations import trainer_checkpoint
+
+    errors = []
+    for _, checkpoint, more in REFUSED:
+        trainer = made_with(folder, checkpoint, peft=more.get("peft"))
+        for name, value in more.items():
+            setattr(trainer.args, name, value)  # a constructor would ask the hub, and for data to evaluate
+        with pytest.raises(ValueError, match=": ") as error:
+            trainer_checkpoint.check(trainer)
+        errors.append(str(error.value))
+    trainer_checkpoint.check(made_with(folder, {"format": "sharded"}, peft="lora"))  # whole all the same
     kept = made_with(folder, {"keep": 2}).args.save_total_limit
-    return str(error.value), kept, made_with(folder, {"keep": 2}, save_total_limit=5).args.save_total_limit
+    return errors, kept, made_with(folder, {"keep": 2}, save_total_limit=5).args.save_total_limit
 
 
-def test_a_trainer_keeps_as_many_as_the_config_says_and_refuses_to_save_in_the_background(ranks, tmp_path):
-    ((error, kept, own),) = ranks(1)(asked_for, str(tmp_path), timeout=60)
-    assert error.startswith("checkpoint.asynchronous: a Trainer's checkpoints")
+def test_a_trainer_keeps_as_many_as_the_config_says_and_refuses_what_rows_cannot_be(ranks, tmp_path):
+    ((errors, kept, own),) = ranks(1)(asked_for, str(tmp_path), timeout=60)
+    for error, (start, _, _) in zip(errors, REFUSED, strict=True):
+        assert error.startswith(start)
     assert (kept, own) == (2, 5)
 
 

@@ -74,7 +74,7 @@ def llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, pad_token_id=0, **{**settings, **changes}))
 
 
-def quiet() -> None:
+def quiet(level: int = logging.ERROR) -> None:
     """Leave what libraries log at start out of the tests' output, and one core to a process."""
     import transformers
 
@@ -82,7 +82,7 @@ def quiet() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("ourshard").setLevel(logging.ERROR)
+    logging.getLogger("ourshard").setLevel(level)
 
 
 def arguments(case: Case, folder: Path, world: int, **more: Any) -> Any:
@@ -105,12 +105,14 @@ def run(
     shard: dict[str, Any] | None = None,
     world: int = 1,
     resume: str | None = None,
+    *,
+    level: int = logging.ERROR,
     **more: Any,
 ) -> Run:
     """Train as `case` says, sharded as `shard` says, from the checkpoint `resume`; `more` are training arguments."""
     from transformers import Trainer
 
-    quiet()
+    quiet(level)
     enable(shard)
     args = arguments(case, folder, world, **more)
     trainer = Trainer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -151,28 +151,32 @@ def newest_complete(root: Path, *, inner: str = "", verify: bool = False) -> New
     """
     skipped: list[str] = []
     for folder, problem in _newest_first(root, inner):
-        reason = problem or _problem(folder / inner, verify)
+        reason = problem or problem_of(folder / inner, verify)
         if reason is None:
             return Newest(folder, tuple(skipped))
         skipped.append(f"{folder}: {reason}")
     return Newest(None, tuple(skipped))
 
 
-def retain(root: Path, keep: int, *, inner: str = "", io: DiskIO = DISK) -> list[Path]:
+def retain(root: Path, keep: int, *, inner: str = "", besides: Collection[Path] = (), io: DiskIO = DISK) -> list[Path]:
     """Remove all complete checkpoints but the newest `keep`; return them. Those that are not complete do not count.
 
     They are renamed first, so that one that is removed by half is never taken for a checkpoint. Folders without a
-    number at the end of their name ("best") are of no series, and stay.
+    number at the end of their name ("best") are of no series, and stay. `besides` are kept, too, and count: the oldest
+    of the others goes first, and the newest never.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: the last good checkpoint is never removed, so it has to be 1 or more")
     numbered = [(path, problem) for path, problem in _newest_first(root, inner) if _NUMBER.search(path.name)]
-    complete = [path for path, problem in numbered if (problem or _problem(path / inner)) is None]
-    for path in complete[keep:]:
+    complete = [path for path, problem in numbered if (problem or problem_of(path / inner)) is None]
+    held = {path.absolute() for path in besides}
+    removable = [path for path in complete[1:] if path.absolute() not in held]
+    removed = removable[max(0, len(removable) - max(0, len(complete) - keep)) :]
+    for path in removed:
         removing = _beside(path, "removing")
         io.rename(path, removing)
         io.remove_tree(removing)
-    return complete[keep:]
+    return removed
 
 
 def sweep(root: Path, io: DiskIO = DISK) -> list[Path]:
@@ -236,7 +240,8 @@ def _newest_first(root: Path, inner: str) -> Iterator[tuple[Path, str | None]]:
         yield folder, problem
 
 
-def _problem(folder: Path, verify: bool = False) -> str | None:
+def problem_of(folder: Path, verify: bool = False) -> str | None:
+    """Return why a folder of ours is not complete; None if it is. Reads its data only to `verify` the hashes."""
     try:
         with ShardedSource(folder) as source:
             source.check_sizes()

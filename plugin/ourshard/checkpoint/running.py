@@ -33,7 +33,7 @@ from .io import DISK, DiskIO
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
 from .sharded import ShardedSource, is_ours
-from .source import BUFFER, PARAM, CheckpointError, Description, Source, TensorKey, detect
+from .source import BUFFER, PARAM, CheckpointError, Description, DiskError, Source, TensorKey, detect
 from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
 
@@ -48,21 +48,33 @@ def together(engine: Engine, label: str) -> Iterator[None]:
         yield
     except Exception as problem:
         error = problem
-    text = None if error is None else f"{label}: {type(error).__name__}: {error}"
+    told = None
+    if error is not None:
+        told = _Failure(f"{label}: {type(error).__name__}: {error}", isinstance(error, (OSError, DiskError)))
     try:
-        engine.control.check(text, label)
-    except Exception as problem:
-        if error is not None:  # the ranks may also be elsewhere, waiting for this one
+        failures = engine.control.gather_objects(told, label)
+    except Exception as problem:  # the ranks may also be elsewhere, waiting for this one
+        if error is not None:
             raise error from problem
-        if isinstance(problem, ValueError):
-            raise CheckpointError(str(problem)) from None
         raise
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if isinstance(failure, _Failure):
+            kind = DiskError if failure.of_disk else CheckpointError
+            raise kind(f"{failure.text} (found on rank {rank})")
+
+
+class _Failure(NamedTuple):
+    """What a rank tells the others."""
+
+    text: str
+    of_disk: bool
 
 
 # ---- saving ------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def save(
     model: nn.Module,
     optimizer: Any | Sequence[Any],
@@ -80,9 +92,23 @@ def save(
     one is complete. With `checkpoint.asynchronous` it returns when all is copied to host memory: Note [Background
     saves]. Rank 0 calls `then` when the folder is in its place.
     """
+    if not skips(_engine(model)):
+        write(model, optimizer, folder, client_state=client_state, replace=replace, io=io, then=then)
+
+
+@torch.no_grad()
+def write(
+    model: nn.Module,
+    optimizer: Any | Sequence[Any],
+    folder: str | Path,
+    *,
+    client_state: Mapping[str, Any] | None = None,
+    replace: bool = False,
+    io: DiskIO = DISK,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Do what `save` does, where the save before has been waited for. Collective."""
     engine = _engine(model)
-    if skips(engine):
-        return
     final, lead = Path(folder), engine.mesh.world.rank == 0
     temporary = commit.temporary_of(final)
     with together(engine, f"save: making {final.name}"):
@@ -114,12 +140,12 @@ def save(
         raise
     if background:
 
-        def write() -> None:
+        def write_staged() -> None:
             staged()
             writer.write(boxes)
 
         BACKGROUND.start(
-            engine, final.name, write=write, publish=publish, abandon=lambda: commit.abandon(temporary, io)
+            engine, final.name, write=write_staged, publish=publish, abandon=lambda: commit.abandon(temporary, io)
         )
 
 

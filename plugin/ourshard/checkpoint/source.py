@@ -44,6 +44,10 @@ class CheckpointError(ValueError):
     """A checkpoint that is incomplete, damaged, hostile, or not what it was asked to be. Names the file or the key."""
 
 
+class DiskError(CheckpointError):
+    """A save or a load that failed on some rank's disk; what was there before is as it was."""
+
+
 class TensorKey(NamedTuple):
     """A tensor of a checkpoint: `kind` is "param", "buffer", or a state key of the optimizer such as "exp_avg".
 

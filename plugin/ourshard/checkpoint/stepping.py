@@ -154,6 +154,8 @@ def is_elementwise(info: TensorInfo, portion: Portion) -> bool:
 
 def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved: SavedState) -> Iterator[str]:
     """Yield what does not fit between the optimizers and the checkpoint, one sentence each."""
+    if not optimizers:
+        return
     mine = [group for optimizer in optimizers for group in group_names(optimizer, portions)]
     known = [set(group["params"]) for group in saved.source.description.param_groups]
     if mine and not known and not saved.infos:

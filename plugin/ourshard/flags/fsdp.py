@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ourshard.config import ShardConfig, flatten, nearest
+from ourshard.config import CheckpointFormat, ShardConfig, flatten, nearest
 from ourshard.flags.language import Flag, Kind, Language, Outcome, idle, mapped, normalise, refused
 from ourshard.flags.parallelism import PARALLELISM
 from ourshard.flags.result import FlagResult, merge
@@ -254,7 +254,8 @@ def to_fsdp(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         raw["fsdp_forward_prefetch"] = config.prefetch.forward > 0
         raw["fsdp_use_orig_params"] = True
         raw["fsdp_sync_module_states"] = True
-    raw["fsdp_state_dict_type"] = f"{config.checkpoint.format.value.upper()}_STATE_DICT"
+    if config.checkpoint.format is not CheckpointFormat.AUTO:
+        raw["fsdp_state_dict_type"] = f"{config.checkpoint.format.value.upper()}_STATE_DICT"
     raw["fsdp_cpu_ram_efficient_loading"] = config.low_memory_loading
     raw["fsdp_activation_checkpointing"] = config.activation_checkpointing
     if config.wrap.ignore:

@@ -41,7 +41,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "communication.transport": "auto, nccl, or peer: what moves the bytes",
     "activation_checkpointing": "recompute units in backward",
     "low_memory_loading": "rank 0 reads the weights, the others receive their shards",
-    "checkpoint.format": "sharded, or full: what save_state writes",
+    "checkpoint.format": "sharded, or full: by rows or whole; auto: save_state by rows, a Trainer's checkpoint-N whole",
     "checkpoint.asynchronous": "write checkpoints in the background",
     "checkpoint.when_busy": "wait or skip: a save that finds the one before still being written",
     "checkpoint.save_dtype": "dtype of consolidated weights; null keeps each parameter's own",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ourshard.checkpoint import commit
-from ourshard.integrations.saving import SHARDED_FOLDER
+from ourshard.integrations.saving import SHARDED_FOLDER, log_skipped
 
 logger = logging.getLogger("ourshard")
 
@@ -66,8 +66,6 @@ def _look(root: Path) -> tuple[str | None, int]:
     """Return the newest complete checkpoint, and the number after that of the last folder, complete or not."""
     if not root.is_dir():
         return None, 0
-    newest = commit.newest_complete(root, inner=SHARDED_FOLDER)
-    for skipped in newest.skipped:
-        logger.warning("load_after_restart: skipped %s", skipped)
-    numbers = [int(match[1]) for path in root.iterdir() if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
-    return (None if newest.path is None else str(newest.path)), max(numbers, default=-1) + 1
+    path = log_skipped("load_after_restart", commit.newest_complete(root, inner=SHARDED_FOLDER))
+    numbers = [int(match[1]) for each in root.iterdir() if (match := re.fullmatch(r"checkpoint_(\d+)", each.name))]
+    return path, max(numbers, default=-1) + 1

@@ -99,7 +99,7 @@ class SavingMixin(_Base):
         If a rank fails, all raise; what `output_dir` held of our format before is then still there, and loads.
         """
         engines = self._engines()
-        if engines and engines[0].config.checkpoint.format is CheckpointFormat.SHARDED:
+        if engines and engines[0].config.checkpoint.format is not CheckpointFormat.FULL:
             return self._save_sharded(output_dir, *args, **kwargs)
         with self._without_optimizers() as optimizers, self._gathering_for_files():
             location = super().save_state(output_dir, *args, **kwargs)
@@ -126,9 +126,9 @@ class SavingMixin(_Base):
         for number in numbers:
             folder, last = sharded_folder(Path(location), number), number == numbers[-1]
             if number != numbers[0]:
-                wait_for_save()  # its turn; and `checkpoint.when_busy` is for saves, not for the models of one
+                wait_for_save()
             then = functools.partial(self._retain, engines[0], Path(location)) if last else None
-            running.save(models.inner(self._models[number]), optimizers, folder, replace=True, then=then)
+            running.write(models.inner(self._models[number]), optimizers, folder, replace=True, then=then)
         return location
 
     def _save_rest(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -188,9 +188,7 @@ class SavingMixin(_Base):
         newest = commit.newest_complete(root, inner=SHARDED_FOLDER)
         if newest.path is None or any(_optimizer_file(path, 0).exists() for path in root.iterdir() if path.is_dir()):
             return None
-        for skipped in newest.skipped:
-            logger.warning("load_state: skipped %s", skipped)
-        return str(newest.path)
+        return log_skipped("load_state", newest)
 
     def _load_sharded(self, wanted: list[torch.nn.Module], where: Path, optimizers: list[Any]) -> list[int]:
         """Load models that lie in `where` by rows, weights of `wanted` ones only; return their numbers."""
@@ -227,6 +225,13 @@ class SavingMixin(_Base):
 def sharded_folder(folder: Path, number: int) -> Path:
     """Return where model `number` lies in a folder of `save_state`."""
     return folder / of_model(SHARDED_FOLDER, number)
+
+
+def log_skipped(who: str, newest: commit.Newest) -> str | None:
+    """Log each checkpoint that was passed over, with the reason; return the path of the one that was found."""
+    for skipped in newest.skipped:
+        logger.warning("%s: skipped %s", who, skipped)
+    return None if newest.path is None else str(newest.path)
 
 
 def _optimizer_file(folder: str | os.PathLike[str], number: int) -> Path:

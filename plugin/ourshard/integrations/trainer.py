@@ -1,7 +1,8 @@
 """What a Trainer does differently when its Accelerator is ours; each function stands around the method of its name.
 
 The Trainer walks the path it walks under DDP: one file for the model, one for the optimizer, both written by rank 0.
-What is written is whole, so a checkpoint of ours resumes under DDP and in one process, and theirs resume here.
+What is written is whole, so a checkpoint of ours resumes under DDP and in one process, and theirs resume here. Where
+the config asks for rows, `trainer_checkpoint.py` takes over.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import nn
 
 from ourshard.checkpoint import running
 from ourshard.checkpoint.foreign import is_foreign
-from ourshard.integrations import loading, models, optimizer_state, plain_optimizer
+from ourshard.integrations import loading, models, optimizer_state, plain_optimizer, trainer_checkpoint
 from ourshard.integrations.pretrained import save_dtype
+from ourshard.integrations.trainer_checkpoint import SCHEDULER
 from ourshard.runtime.part import engines_in, part_state
 
 logger = logging.getLogger("ourshard")
@@ -25,7 +27,7 @@ logger = logging.getLogger("ourshard")
 Method = Callable[..., Any]
 
 WEIGHTS = {"single": "model.safetensors", "index": "model.safetensors.index.json"}
-OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+OPTIMIZER = "optimizer.pt"
 
 
 def _move_model_to_device(method: Method, trainer: Any, model: nn.Module, device: torch.device) -> None:
@@ -34,7 +36,10 @@ def _move_model_to_device(method: Method, trainer: Any, model: nn.Module, device
 
 def _save(method: Method, trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
     """Gather on every rank what the writing ranks write. The Trainer itself would leave all but those outside."""
-    if state_dict is not None or not engines_in(trainer.model):
+    if trainer_checkpoint.is_writing(trainer):
+        if trainer.args.should_save:
+            trainer_checkpoint.attempt(trainer, lambda: method(trainer, output_dir, {}))
+    elif state_dict is not None or not engines_in(trainer.model):
         method(trainer, output_dir, state_dict)
     elif isinstance(trainer.model, _saves_itself()):
         if not trainer.args.should_save:  # the Trainer returns here; the others gather in `save_pretrained`
@@ -60,6 +65,9 @@ def _saves_itself() -> tuple[Any, ...]:
 
 def _save_optimizer_and_scheduler(method: Method, trainer: Any, output_dir: str) -> None:
     """Write the whole state of the optimizer, in the form that any torch optimizer loads."""
+    if trainer_checkpoint.is_writing(trainer):
+        trainer_checkpoint.attempt(trainer, lambda: trainer_checkpoint.save_scheduler(trainer, output_dir))
+        return
     prepared = trainer.optimizer
     engines = engines_in(trainer.model)
     if engines:
@@ -88,6 +96,11 @@ def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str 
         method(trainer, checkpoint)
         return
     folder = Path(checkpoint)
+    if trainer_checkpoint.is_sharded(folder):
+        trainer_checkpoint.load(trainer, folder)
+        if (folder / SCHEDULER).is_file():
+            _load_scheduler(trainer, folder)
+        return
     if _is_of_another_engine(folder):
         if not (folder / SCHEDULER).is_file():
             raise ValueError(
@@ -118,6 +131,9 @@ def _is_of_another_engine(folder: Path) -> bool:
 def _load_from_checkpoint(method: Method, trainer: Any, folder: str, model: nn.Module | None = None) -> None:
     """Load a checkpoint's weights without holding them: each rank reads its rows, now or in `prepare`."""
     model = model if model is not None else trainer.model
+    if trainer_checkpoint.is_sharded(Path(folder)):
+        trainer_checkpoint.load_weights(trainer, Path(folder), model)
+        return
     if trainer.is_in_train and _is_of_another_engine(Path(folder)):
         return  # weights come with the optimizer's state, once `prepare` has sharded the model
     files = loading.checkpoint_files(Path(folder), WEIGHTS)
@@ -127,3 +143,19 @@ def _load_from_checkpoint(method: Method, trainer: Any, folder: str, model: nn.M
     logger.info("Loading model from %s.", folder)
     result = models.inner(model).load_state_dict(loading.lazy_state(files), strict=False)
     trainer._issue_warnings_after_load(result)
+
+
+def _load_best_model(method: Method, trainer: Any) -> None:
+    """Load a best checkpoint that has rows, each rank its own."""
+    folder = Path(trainer.state.best_model_checkpoint)
+    if trainer_checkpoint.is_sharded(folder) and engines_in(trainer.model):
+        trainer_checkpoint.load_best(trainer, folder)
+    else:
+        method(trainer)
+
+
+def _finalize_training(method: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the last checkpoint be complete before the best is loaded and others are removed."""
+    if trainer_checkpoint.engine_for(trainer) is not None:
+        trainer_checkpoint.finish(trainer)
+    return method(trainer, *args, **kwargs)

@@ -23,21 +23,12 @@ def _said(args: Any, total_steps: int | None = None) -> RunSettings:
 
 
 def create_accelerator_and_postprocess(method: Method, trainer: Any) -> None:
-    """Scale fp16 losses as the `fp16` block says, and keep as many checkpoints as `checkpoint.keep` says.
-
-    Raises ValueError if checkpoints are to be written in the background: a Trainer's are whole files, written at once.
-    """
+    """Scale fp16 losses as the `fp16` block says, and keep as many checkpoints as `checkpoint.keep` says."""
     method(trainer)
     if not getattr(trainer.accelerator, "is_ourshard", False):
         return
-    checkpoint = trainer.accelerator.ourshard_plugin.config.checkpoint
-    if checkpoint.asynchronous and trainer.args.save_strategy != "no":
-        raise ValueError(
-            "checkpoint.asynchronous: a Trainer's checkpoints are whole files in this version, which are gathered and "
-            "written at once; use false, or save with accelerator.save_state from a callback and save_strategy='no'."
-        )
     if trainer.args.save_total_limit is None:
-        trainer.args.save_total_limit = checkpoint.keep
+        trainer.args.save_total_limit = trainer.accelerator.ourshard_plugin.config.checkpoint.keep
     settings = dict(_said(trainer.args).grad_scaler)
     if settings and trainer.accelerator.scaler is not None:
         trainer.accelerator.scaler = ShardGradScaler(trainer.accelerator.device.type, **settings)

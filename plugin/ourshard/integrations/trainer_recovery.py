@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from ourshard.integrations import trainer_checkpoint
 from ourshard.integrations.restart import restarts
 from ourshard.integrations.trainer_resume import newest_complete
 from ourshard.runtime.mesh import host_group
@@ -36,9 +37,12 @@ _resumed = False
 
 def train(method: Callable[..., Any], trainer: Any, resume: str | bool | None = None, *args: Any, **more: Any) -> Any:
     """Train from the newest checkpoint after a restart, and until SIGTERM."""
+    trainer_checkpoint.check(trainer)
     resume = more.pop("resume_from_checkpoint", resume)
     if resume is None:
         resume = _after_restart(trainer.args.output_dir)
+    elif resume is True:
+        resume = _newest(trainer.args.output_dir) or True  # the Trainer says that there is none
     if trainer.args.enable_jit_checkpoint:  # the Trainer's own answer to SIGTERM
         return method(trainer, resume, *args, **more)
     stop = StopOnSignal()
@@ -58,13 +62,19 @@ def _after_restart(folder: str) -> str | None:
     count = restarts()
     if count == 0:
         return None
+    found = _newest(folder)
+    if _rank() == 0:
+        where = f"resumes from {found}" if found else f"begins anew: no complete checkpoint in {folder}"
+        logger.warning("Restart %d by the launcher: training %s.", count, where)
+    return found
+
+
+def _newest(folder: str) -> str | None:
+    """Return the newest complete checkpoint, which rank 0 looks for. Collective."""
     from accelerate.utils import broadcast_object_list
 
     found = [newest_complete(folder) if _rank() == 0 and os.path.isdir(folder) else None]
     broadcast_object_list(found)
-    if _rank() == 0:
-        where = f"resumes from {found[0]}" if found[0] else f"begins anew: no complete checkpoint in {folder}"
-        logger.warning("Restart %d by the launcher: training %s.", count, where)
     return found[0]
 
 

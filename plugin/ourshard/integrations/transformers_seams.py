@@ -17,6 +17,8 @@ TRAINER: dict[str, tuple[str, ...]] = {
     "_save_optimizer_and_scheduler": ("output_dir",),
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_evaluate": ("trial",),
+    "_load_best_model": (),
+    "_finalize_training": ("trial",),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_move_model_to_device": ("model", "device"),
     "create_accelerator_and_postprocess": (),
