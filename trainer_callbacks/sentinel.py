@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from ourshard.checkpoint.foreign.names import shorten
 from ourshard.runtime.api import engine_of
+from ourshard.runtime.clip import register_clip_pre_hook
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.lane import Lane
+from ourshard.trainer_callbacks import sentinel_gradients
+from ourshard.trainer_callbacks.sentinel_stragglers import STEPS, StragglerWatch
 from torch import nn
 from transformers import TrainerCallback
 
@@ -29,42 +31,94 @@ class Action(Enum):
 
 
 class ShardSentinelCallback(TrainerCallback):
-    """Looks for gradients and losses that are not finite, losses that jump, and copies that differ between ranks.
+    """Looks for gradients and losses that are not finite, losses that jump, copies that differ, and slow ranks.
 
     Every `every` optimizer steps the ranks compare notes over the host: a few bytes each. Training is not changed.
 
     Args:
-        every: optimizer steps between two looks at gradients and copies.
+        every: optimizer steps between two looks at gradients and copies. Gradients under a loss scaler (fp16) are not
+            looked at: that they overflow is what it is for.
         spike: a logged loss above this multiple of the median of the last `window` logged ones is one.
         window: logged losses that are remembered, and the fewest before a spike is looked for is a fifth of it.
-        action: for gradients and losses that are not finite and for copies that differ; a jump is a warning.
+        action: for gradients and losses that are not finite and for copies that differ; the rest are warnings.
+        straggler: a rank that computes more than this multiple of the others' median is one.
+        straggler_every: optimizer steps between two such comparisons; the last `STEPS` (5) before each are measured.
 
     Without ourshard it looks at this process's gradients and losses alone.
     """
 
     def __init__(
-        self, every: int = 10, spike: float = 3.0, window: int = 50, action: Action | str = Action.WARN
+        self,
+        every: int = 10,
+        spike: float = 3.0,
+        window: int = 50,
+        action: Action | str = Action.WARN,
+        *,
+        straggler: float = 1.5,
+        straggler_every: int = 100,
     ) -> None:
-        if every < 1 or window < 5 or spike <= 1.0:
+        if every < 1 or window < 5 or spike <= 1.0 or straggler <= 1.0 or straggler_every < 1:
             raise ValueError(
-                f"ShardSentinelCallback(every={every}, spike={spike}, window={window}): every is 1 or more, spike more "
-                "than 1, window 5 or more."
+                f"ShardSentinelCallback(every={every}, spike={spike}, window={window}, straggler={straggler}, "
+                f"straggler_every={straggler_every}): every and straggler_every are 1 or more, spike and straggler "
+                "more than 1, window 5 or more."
             )
         self.every, self.spike, self.action = every, spike, Action(action)
+        self.straggler, self.straggler_every = straggler, straggler_every
         self._losses: deque[float] = deque(maxlen=window)
+        self._engine: Engine | None = None
+        self._step = 0  # the number of the step that runs
+        self._gradients: sentinel_gradients.GradientWatch | None = None  # in a step that is looked at
+        self._stragglers: StragglerWatch | None = None
+        self._measured_from = 0  # the first step of its time
+        self._found: str | None = None  # about gradients, and not yet acted on
+        self._hook: Any = None
 
     # ---- events --------------------------------------------------------------------------------------------
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Ask to be called before gradients are clipped."""
+        self._end()  # of a training that raised
+        self._engine = engine_of(model)
+        if self._engine is not None:
+            self._hook = register_clip_pre_hook(self._look)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Begin to watch, if the ranks are to compare at this step's end."""
+        self._step = state.global_step + 1
+        if self._engine is None:
+            return
+        if self._step % self.every == 0 and getattr(optimizer, "scaler", None) is None:
+            self._gradients = sentinel_gradients.GradientWatch(self._engine)
+        if -self._step % self.straggler_every < STEPS and self._stragglers is None:
+            self._stragglers = StragglerWatch(self._engine)
+            self._measured_from = self._step
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Look at the gradients that are about to be stepped."""
-        if (state.global_step + 1) % self.every == 0:
-            self._act(self._bad_gradients(model, state.global_step + 1), control, state)
+        """Act on what was seen before clipping, or look now."""
+        if self._engine is not None:
+            self._look()
+            found, self._found = self._found, None
+            self._act(found, control, state)
+        elif (state.global_step + 1) % self.every == 0:
+            self._act(_bad_here(model, state.global_step + 1), control, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Compare what several ranks hold alike."""
-        engine = engine_of(model)
-        if engine is not None and state.global_step % self.every == 0:
-            self._act(_differing_copies(engine, state.global_step), control, state)
+        """Compare what several ranks hold alike, and how long they compute."""
+        if self._engine is None:
+            return
+        if state.global_step % self.every == 0:
+            self._act(_differing_copies(self._engine, state.global_step), control, state)
+        if state.global_step % self.straggler_every == 0 and self._stragglers is not None:
+            watch, self._stragglers = self._stragglers, None
+            slow = watch.find(state.global_step - self._measured_from + 1, self.straggler)
+            watch.end()
+            if slow is not None:
+                self._warn(f"step {state.global_step}: {slow}", state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Watch no longer."""
+        self._end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Look at the logged loss, which is the same on every rank."""
@@ -80,21 +134,29 @@ class ShardSentinelCallback(TrainerCallback):
             self._warn(f"step {state.global_step}: the loss jumped to {loss:.4g}; the median was {usual:.4g}.", state)
         self._losses.append(loss)
 
-    # ---- findings ------------------------------------------------------------------------------------------
+    # ---- gradients -----------------------------------------------------------------------------------------
 
-    def _bad_gradients(self, model: nn.Module, step: int) -> str | None:
-        engine = engine_of(model)
-        if engine is None:
-            names = [n for n, p in model.named_parameters() if p.grad is not None and not _finite([p.grad])]
-            return f"step {step}: gradients are not finite: {shorten(names)}." if names else None
-        lanes = [lane for lane in engine.lanes() if lane.trainable]
-        clean = _finite([gradient for lane in lanes for gradient in _gradients(lane).values()])
-        if not engine.control.any_of([not clean], "sentinel: gradients")[0]:
-            return None
-        mine = [] if clean else [where for lane in lanes for where in _bad_in(lane)]
-        told = enumerate(engine.control.gather_objects(mine, "sentinel: which gradients"))
-        found = [f"rank {rank} holds {shorten(names)}" for rank, names in told if isinstance(names, list) and names]
-        return f"step {step}: gradients are not finite: {'; '.join(found)}."
+    def _look(self) -> None:
+        """Run before gradients are clipped, which makes all of them NaN where one is. Collective, on its step."""
+        if self._gradients is None or self._engine is None:
+            return
+        watch, self._gradients = self._gradients, None
+        watch.end()
+        found = sentinel_gradients.find(self._engine, watch)
+        if found is not None:
+            self._found = f"step {self._step}: {found}"
+        if self._found is not None and self.action is Action.RAISE:
+            raise RuntimeError(f"ShardSentinelCallback: {self._found}")
+
+    def _end(self) -> None:
+        """Let go of everything that watches."""
+        if self._gradients is not None:
+            self._gradients.end()
+        if self._stragglers is not None:
+            self._stragglers.end()
+        if self._hook is not None:
+            self._hook.remove()
+        self._gradients = self._stragglers = self._hook = self._found = None
 
     # ---- actions -------------------------------------------------------------------------------------------
 
@@ -112,27 +174,11 @@ class ShardSentinelCallback(TrainerCallback):
             logger.warning("sentinel: %s", found)
 
 
-def _gradients(lane: Lane) -> dict[int, torch.Tensor]:
-    """Return this rank's part of the gradients of a lane, by position in it."""
-    if lane.placement.whole:
-        found = {position: tensor.grad for position, tensor in enumerate(lane.resting)}
-        return {position: gradient for position, gradient in found.items() if gradient is not None}
-    if lane.gradient is None or not lane.accumulated:
-        return {}
-    positions = [position for position, valid in enumerate(lane.valid) if valid and lane.rows(position).rows]
-    return {position: lane.rows_view(lane.gradient, position) for position in positions}
-
-
-def _bad_in(lane: Lane) -> list[str]:
-    bad = [position for position, gradient in _gradients(lane).items() if not _finite([gradient])]
-    return [f"{lane.name_of(position)} (unit {lane.unit.label})" for position in bad]
-
-
-def _finite(tensors: list[torch.Tensor]) -> bool:
-    """Say whether all elements are finite; the host waits once."""
-    if not tensors:
-        return True
-    return bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all())
+def _bad_here(model: nn.Module, step: int) -> str | None:
+    """Look at the gradients of a model that is not sharded."""
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    names = [name for name, gradient in named if gradient is not None and not sentinel_gradients.finite([gradient])]
+    return f"step {step}: gradients are not finite: {shorten(names)}." if names else None
 
 
 def _differing_copies(engine: Engine, step: int) -> str | None:

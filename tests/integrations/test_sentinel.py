@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ourshard.trainer_callbacks import ShardSentinelCallback
+from ourshard.trainer_callbacks.sentinel_stragglers import compare
 from transformers import TrainerControl
 
 from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, quiet
@@ -18,21 +21,45 @@ from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enabl
 BAD = "model.layers.1.mlp.up_proj.weight"
 
 
-def train(folder: str, fault: str, **options: Any) -> tuple[list[float], list[str], int]:
-    """Train 4 steps with a fault on rank 1 at step 2; return losses, what rank 0 was warned of, and steps done."""
+def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list[float], list[str], int]:
+    """Train 4 steps with a fault; return losses, what the sentinel said on this rank, and steps done."""
     import torch.distributed as dist
     from ourshard.runtime.api import engine_of
+    from ourshard.runtime.clip import register_clip_pre_hook
     from transformers import Trainer, TrainerCallback
 
     quiet()
-    enable({"stage": 3, "persist_below": 64})
+    enable({"stage": stage, "persist_below": 64})
     hears = dist.get_rank() == 1
+    hooks: list[Any] = []
 
     class Fault(TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if fault == "gradient" and hears and state.global_step == 1:
+        """Does its harm on rank 1, in step 2."""
+
+        due = False
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if not hears:
+                return
+            if fault == "reduced":
+                hooks.append(register_clip_pre_hook(partial(self.spoil_reduced, model)))
+            if fault == "made":
+                dict(model.named_modules())[BAD.removesuffix(".weight")].register_forward_hook(self.spoil_made)
+            if fault == "slow":
+                block = dict(model.named_modules())["model.layers.1"]
+                block.register_forward_pre_hook(lambda module, inputs: time.sleep(0.2))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.due = state.global_step == 1
+
+        def spoil_reduced(self, model: Any) -> None:
+            if self.due:
                 lane, position = next((p._lane, p._position) for n, p in model.named_parameters() if n == BAD)
                 lane.rows_view(lane.gradient, position).view(-1)[3] = math.nan
+
+        def spoil_made(self, module: Any, inputs: Any, output: Any) -> None:
+            if self.due:
+                output.register_hook(lambda gradient: gradient * math.nan)
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             if fault == "copy" and hears and state.global_step == 2:
@@ -57,6 +84,8 @@ def train(folder: str, fault: str, **options: Any) -> tuple[list[float], list[st
     except RuntimeError as error:
         told.append(f"raised {error}")
     finally:
+        for hook in hooks:
+            hook.remove()
         ours.removeHandler(handler)
         quiet()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -72,13 +101,48 @@ def test_it_changes_nothing_where_nothing_is_wrong(ranks: Any, tmp_path: Any) ->
 
 
 @pytest.mark.ranks
-def test_a_gradient_that_is_not_finite_is_named_with_unit_and_rank_on_every_rank(ranks: Any, tmp_path: Any) -> None:
-    for _, told, steps in ranks(2)(train, str(tmp_path), "gradient", every=1, action="raise"):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_first_gradient_that_is_not_finite_is_named_with_unit_and_rank(
+    ranks: Any, tmp_path: Any, stage: int
+) -> None:
+    """The Trainer clips before its callbacks hear, and by then every gradient of every rank is NaN."""
+    for _, told, steps in ranks(2)(train, str(tmp_path), "made", stage, every=1, action="raise"):
         assert steps == 1
-        assert [text.count(BAD) for text in told] == [1]
-        assert told[0].startswith("raised ShardSentinelCallback: step 2: gradients are not finite: rank 1 holds")
-        assert "(unit model.layers.1)" in told[0]
-        assert "rank 0" not in told[0]
+        assert told[0].startswith(
+            "raised ShardSentinelCallback: step 2: gradients are not finite, first on rank 1: "
+            f"{BAD} (unit model.layers.1) and "
+        )
+        assert told[0].endswith("; those of ranks [0] were finite before the reduction.")
+        assert len(told) == 1
+
+
+@pytest.mark.ranks
+def test_a_gradient_that_the_reduction_spoilt_is_named_on_every_rank(ranks: Any, tmp_path: Any) -> None:
+    first, second = ranks(2)(train, str(tmp_path), "reduced", every=1, action="stop")
+    assert (first[2], second[2]) == (2, 2)
+    assert [text.count(BAD) for text in first[1]] == [1]
+    assert "step 2: gradients are not finite, though all ranks' own were before the reduction: rank 1" in first[1][0]
+    assert second[1] == []
+
+
+@pytest.mark.ranks
+def test_a_slow_rank_is_named_with_its_unit(ranks: Any, tmp_path: Any) -> None:
+    first, second = ranks(2)(train, str(tmp_path), "slow", every=9, straggler=3.0, straggler_every=4)
+    assert len(first[1]) == 1
+    assert "step 4: rank 1 computes" in first[1][0]
+    assert "most of that in unit model.layers.1:" in first[1][0]
+    assert second[1] == []
+
+
+def test_a_rank_is_slow_beside_the_median_of_the_others() -> None:
+    even = [{"unit a": 0.010, "unit b": 0.020}] * 3
+    assert compare(even, [0.0] * 3, 1.5) is None
+    assert compare(even[:1], [0.0], 1.5) is None
+    text = compare([*even, {"unit a": 0.012, "unit b": 0.090}], [0.06, 0.07, 0.08, 0.0], 1.5)
+    assert text == (
+        "rank 3 computes 102 ms a step, the others 30; most of that in unit b: 90 ms, the others 20. They wait 70 ms a "
+        "step."
+    )
 
 
 @pytest.mark.ranks
@@ -117,5 +181,7 @@ def test_without_ourshard_it_looks_at_the_gradients_of_this_process() -> None:
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="every=0"):
         ShardSentinelCallback(every=0)
+    with pytest.raises(ValueError, match=r"straggler=1\.0"):
+        ShardSentinelCallback(straggler=1.0)
     with pytest.raises(ValueError, match="shout"):
         ShardSentinelCallback(action="shout")

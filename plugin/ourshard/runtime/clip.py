@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
+
+_before_clipping: OrderedDict[int, Callable[[], None]] = OrderedDict()
+
+
+def register_clip_pre_hook(look: Callable[[], None]) -> RemovableHandle:
+    """Call `look` in each `clip_grad_norm_`, before it changes anything; it may raise, then on all ranks.
+
+    Once a norm is not finite, clipping makes every gradient so. Returns a handle with `remove()`.
+    """
+    handle = RemovableHandle(_before_clipping)
+    _before_clipping[handle.id] = look
+    return handle
 
 
 @dataclass(slots=True)
@@ -39,6 +53,8 @@ def clip_grad_norm_(
     call it on all ranks. Each element counts once, whichever ranks hold it.
     """
     gradients = _collect(parameters)
+    for look in tuple(_before_clipping.values()):
+        look()
     norm = _total_norm(gradients, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"The gradient norm of order {norm_type} is {norm.item()}; nothing was clipped.")

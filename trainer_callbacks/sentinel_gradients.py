@@ -1,0 +1,96 @@
+"""Which gradients are not finite: as backward makes them, on the rank whose batch it was, and once they are reduced."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from ourshard.checkpoint.foreign.names import shorten
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.lane import Lane
+
+
+class GradientWatch:
+    """Looks at each gradient of this rank as it arrives, for the time of one step.
+
+    A reduction mixes the ranks, and a gradient that is not finite spoils those of all layers before: only here can be
+    told where it began. The flags stay on the device until `bad`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._seen: list[tuple[str, torch.Tensor]] = []  # in the order of backward
+        self._hooks: list[Any] = []
+        for lane in trained_lanes(engine):
+            for position, leaf in enumerate(lane.leaves):
+                if leaf.requires_grad:
+                    self._hooks.append(leaf.register_hook(partial(self._look, _where(lane, position))))
+
+    def _look(self, where: str, gradient: torch.Tensor) -> None:
+        self._seen.append((where, torch.isfinite(gradient).all()))
+
+    def end(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def bad(self) -> list[str]:
+        """Return the parameters whose gradients were not finite, the first in backward first; the host waits once."""
+        if not self._seen:
+            return []
+        flags = torch.stack([flag for _, flag in self._seen]).tolist()
+        return [where for (where, _), finite in zip(self._seen, flags, strict=True) if not finite]
+
+
+def find(engine: Engine, watch: GradientWatch) -> str | None:
+    """Return what all ranks found, the same on each; None if all is finite. Collective over the host."""
+    lanes = list(trained_lanes(engine))
+    made = watch.bad()
+    clean = not made and finite([gradient for lane in lanes for gradient in gradients(lane).values()])
+    if not engine.control.any_of([not clean], "sentinel: gradients")[0]:
+        return None
+    held = [where for lane in lanes for where in _bad_in(lane)]
+    told: list[Any] = engine.control.gather_objects((made, held), "sentinel: which gradients")
+    began = [f"first on rank {rank}: {_first(made)}" for rank, (made, _) in enumerate(told) if made]
+    if began:
+        clean_ranks = [rank for rank, (made, _) in enumerate(told) if not made]
+        rest = f"; those of ranks {clean_ranks} were finite before the reduction" if clean_ranks else ""
+        return f"gradients are not finite, {', '.join(began)}{rest}."
+    found = [f"rank {rank} holds {shorten(held)}" for rank, (_, held) in enumerate(told) if held]
+    return f"gradients are not finite, though all ranks' own were before the reduction: {'; '.join(found)}."
+
+
+def _first(bad: list[str]) -> str:
+    distinct = list(dict.fromkeys(bad))  # one for each micro-batch
+    return distinct[0] + (f" and {len(distinct) - 1} after it" if len(distinct) > 1 else "")
+
+
+def trained_lanes(engine: Engine) -> list[Lane]:
+    return [lane for lane in engine.lanes() if lane.trainable]
+
+
+def gradients(lane: Lane) -> dict[int, torch.Tensor]:
+    """Return this rank's part of the gradients of a lane, by position in it."""
+    if lane.placement.whole:
+        found = {position: tensor.grad for position, tensor in enumerate(lane.resting)}
+        return {position: gradient for position, gradient in found.items() if gradient is not None}
+    if lane.gradient is None or not lane.accumulated:
+        return {}
+    positions = [position for position, valid in enumerate(lane.valid) if valid and lane.rows(position).rows]
+    return {position: lane.rows_view(lane.gradient, position) for position in positions}
+
+
+def _bad_in(lane: Lane) -> list[str]:
+    return [_where(lane, position) for position, gradient in gradients(lane).items() if not finite([gradient])]
+
+
+def _where(lane: Lane, position: int) -> str:
+    return f"{lane.name_of(position)} (unit {lane.unit.label})"
+
+
+def finite(tensors: list[torch.Tensor]) -> bool:
+    """Say whether all elements are finite; the host waits once."""
+    if not tensors:
+        return True
+    return bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all())
