@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.checkpoint.source import detect
+from ourshard.checkpoint.conversion import convert
+from ourshard.checkpoint.source import PARAM, detect
+from ourshard.integrations.foreign_resume import refuse_scheduler, say_random_states
 from torch import nn
 
-from tests.checkpoint.foreign import SHARED, Case, assert_equals_truth, load_truth, shared_cases
+from tests.checkpoint.foreign import SHARED, Case, assert_equals_truth, load_truth, same, shared_cases
 
 pytestmark = pytest.mark.ranks
 
@@ -109,7 +111,8 @@ def test_accelerate_loads_the_state_of_another_engine(ranks: Any, case: Case, tm
         assert_equals_truth(source, load_truth(case.truth))
 
 
-def through_trainer(kind: str, folder: str, out: str) -> int:
+def through_trainer(kind: str, folder: str, out: str, **wanted: Any) -> tuple[int, int]:
+    """Resume, save what was loaded, train on; return the scheduler's steps at the begin, the Trainer's at the end."""
     import ourshard
     from ourshard import ShardConfig, ShardPlugin
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -117,16 +120,18 @@ def through_trainer(kind: str, folder: str, out: str) -> int:
     class SaveAtTheBegin(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             assert state.global_step == 3
+            began.append(trainer.lr_scheduler.last_epoch)
             ourshard.save(trainer.model, trainer.optimizer, out)
 
     ourshard.enable(ShardPlugin(ShardConfig(stage=3, persist_below=64)))
     ids = torch.arange(8).repeat(16, 1)
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    wanted = {"max_steps": 5, "per_device_train_batch_size": 1, "save_strategy": "no", "report_to": "none"}
+    wanted |= {"max_steps": 5, "per_device_train_batch_size": 1, "save_strategy": "no", "report_to": "none"}
+    began: list[int] = []
     arguments = TrainingArguments(f"{out}-trainer", use_cpu=True, disable_tqdm=True, **wanted)
     trainer = Trainer(built(kind), arguments, train_dataset=rows, callbacks=[SaveAtTheBegin()])
     trainer.train(resume_from_checkpoint=folder)
-    return trainer.state.global_step
+    return began[0], trainer.state.global_step
 
 
 BY_TRAINER = ("shared", "trainer_ds_z2_llama_w2_bf16", "trainer_fsdp2_sharded_gpt2_w2_fp32")
@@ -136,7 +141,7 @@ BY_TRAINER = ("shared", "trainer_ds_z2_llama_w2_bf16", "trainer_fsdp2_sharded_gp
 def test_a_trainer_resumes_from_the_checkpoint_of_another_engine(ranks: Any, case: Case, tmp_path: Path) -> None:
     kind = "gpt2" if "gpt2" in case.name else "llama"
     out = str(tmp_path / "out")
-    assert ranks(2)(through_trainer, kind, str(case.inner()), out, timeout=100) == [5, 5]
+    assert ranks(2)(through_trainer, kind, str(case.inner()), out, timeout=100) == [(3, 5), (3, 5)]
     with detect(out) as source:
         assert_equals_truth(source, load_truth(case.truth))
 
@@ -147,11 +152,99 @@ def refused_by_trainer(kind: str, folder: str, out: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in ("shared", BY_TRAINER[1])])
+def only(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [case for case in CASES if case.id in ("shared", name)])
+
+
+@only(BY_TRAINER[2])
 def test_a_checkpoint_without_a_scheduler_is_refused_before_it_is_loaded(
     ranks: Any, case: Case, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(case.inner(), folder, ignore=shutil.ignore_patterns("scheduler.pt"))
-    for told in ranks(2)(refused_by_trainer, "llama", str(folder), str(tmp_path / "out"), timeout=60):
-        assert "checkpoint-3 has no scheduler.pt" in told
+    for told in ranks(2)(refused_by_trainer, "gpt2", str(folder), str(tmp_path / "out"), timeout=60):
+        assert "checkpoint-3 has no state of a scheduler, neither in a file of its own nor in its engine's" in told
+
+
+def with_deepspeeds_scheduler(case: Case, folder: Path) -> None:
+    """Copy a checkpoint as it is with a scheduler of DeepSpeed's config: a number in the engine's own file."""
+    shutil.copytree(case.inner(), folder, ignore=shutil.ignore_patterns("scheduler.*"))
+    path = next(folder.rglob("mp_rank_00_model_states.pt"))
+    content = torch.load(path, weights_only=False)
+    content["lr_scheduler"] = {"last_batch_iteration": 2}
+    torch.save(content, path)
+
+
+@only(BY_TRAINER[1])
+def test_a_trainer_goes_on_where_deepspeeds_own_scheduler_was(ranks: Any, case: Case, tmp_path: Path) -> None:
+    with_deepspeeds_scheduler(case, tmp_path / "checkpoint-3")
+    out = str(tmp_path / "out")
+    ended = ranks(2)(through_trainer, "llama", str(tmp_path / "checkpoint-3"), out, timeout=100)
+    assert ended == [(3, 5), (3, 5)]
+    with detect(out) as source:
+        assert_equals_truth(source, load_truth(case.truth))
+
+
+@only("accel_ds_z2_llama_w2_bf16")
+@pytest.mark.parametrize("converted", [False, True])
+def test_accelerate_goes_on_where_deepspeeds_own_scheduler_was(
+    ranks: Any, case: Case, tmp_path: Path, converted: bool
+) -> None:
+    with_deepspeeds_scheduler(case, tmp_path / "state")
+    folder = tmp_path / "state"
+    if converted:
+        folder = convert(folder, tmp_path / "converted", to="ourshard").path
+    groups = groups_of(case, "llama")
+    told = ranks(2)(through_accelerate, str(folder), str(tmp_path / "out"), groups, timeout=60)[0]
+    assert told["steps"] == 3
+    assert told["lr"] == pytest.approx(0.01 / 1.3)
+    with detect(tmp_path / "out") as source:
+        assert_equals_truth(source, load_truth(case.truth))
+
+
+@only(BY_TRAINER[2])
+def test_weights_alone_are_resumed_from_only_where_the_user_says_so(ranks: Any, case: Case, tmp_path: Path) -> None:
+    folder, out = tmp_path / "checkpoint-3", str(tmp_path / "out")
+    shutil.copytree(case.inner(), folder, ignore=shutil.ignore_patterns("optimizer_0", "scheduler.pt"))
+    for told in ranks(2)(refused_by_trainer, "gpt2", str(folder), out, timeout=60):
+        assert "checkpoint-3 holds no state of an optimizer" in told
+        assert "set save_only_model=True" in told
+    ended = ranks(2)(through_trainer, "gpt2", str(folder), out, save_only_model=True, timeout=100)
+    assert ended == [(0, 5), (0, 5)]
+    with detect(out) as source:
+        truth = load_truth(case.truth)
+        for key, tensors in truth.tensors.items():
+            assert not key.is_state or key not in source.tensors
+            assert key.kind != PARAM or key.name in truth.metadata["tied"] or same(source.read(key), tensors[0])
+
+
+@only(BY_TRAINER[2])
+def test_a_trainer_resumes_from_what_was_converted(ranks: Any, case: Case, tmp_path: Path) -> None:
+    convert(case.inner(), tmp_path / "checkpoint-3", to="ourshard")
+    out = str(tmp_path / "out")
+    ended = ranks(2)(through_trainer, "gpt2", str(tmp_path / "checkpoint-3"), out, timeout=100)
+    assert ended == [(3, 5), (3, 5)]
+    with detect(out) as source:
+        assert_equals_truth(source, load_truth(case.truth))
+
+
+@pytest.mark.parametrize(("files", "world", "said"), [(2, 2, False), (2, 3, True), (4, 2, True), (0, 1, True)])
+def test_random_states_of_another_number_of_ranks_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, files: int, world: int, said: bool
+) -> None:
+    for rank in range(files):
+        (tmp_path / f"random_states_{rank}.pkl").touch()
+    with caplog.at_level("WARNING", "ourshard"):
+        for rank in range(world):
+            say_random_states(tmp_path, world, rank == 0)
+    assert len(caplog.messages) == said
+    assert not said or f"has the random states of {files} ranks, this run has {world}" in caplog.text
+
+
+def test_a_scheduler_of_several_cannot_be_set_to_a_number(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0) for _ in range(2)]
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+    with pytest.raises(ValueError, match="a scheduler made of several cannot be set to it"):
+        refuse_scheduler(scheduler, {"last_batch_iteration": 2}, tmp_path)
+    refuse_scheduler(scheduler, scheduler.state_dict(), tmp_path)

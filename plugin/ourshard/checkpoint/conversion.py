@@ -201,7 +201,7 @@ def _plan(source: Source, src: Path, dst: Path, sink: Sink) -> Report:
         format=sink.format,
         tensors=len(held),
         nbytes=sum(info.nbytes for info in held),
-        losses=(*source.description.losses, *sink.losses(source)),
+        losses=(*source.description.losses, *source.description.beside, *sink.losses(source)),
         seconds=0.0,
     )
 

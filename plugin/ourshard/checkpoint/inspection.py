@@ -88,7 +88,7 @@ def inspect(source: Source) -> Inspection:
         also=tuple(name for name in ("scheduler", "scaler", "client_state") if getattr(description, name)),
         carried_files=tuple(description.files),
         versions=dict(description.versions),
-        losses=description.losses,
+        losses=(*description.losses, *description.beside),
         oddities=description.oddities,
     )
 

@@ -259,13 +259,15 @@ def load(
     *,
     weights: bool = True,
     number: int | None = None,
+    beside: bool = False,
 ) -> Mapping[str, Any]:
     """Load what `save` wrote, at any stage, on any number of ranks; return its `client_state`. Collective.
 
     A folder of another engine (DeepSpeed, FSDP, DCP, plain) loads too, with its optimizer's state if it has one.
     Each rank reads its own rows of masters and moments. Names, shapes and every byte's hash are checked before anything
     is changed. `weights=False` loads the optimizer alone; with None for `optimizer` the weights alone are loaded.
-    `number`: which model of the folder, where another engine put several into one.
+    `number`: which model of the folder, where another engine put several into one. `beside`: the caller reads what lies
+    beside it (random states, positions in the data); else rank 0 says that it is not loaded.
     Raises CheckpointError on every rank, listing what is missing, unexpected, mismatched, or damaged.
     """
     engine = _engine(model)
@@ -273,7 +275,9 @@ def load(
     name = Path(folder).name
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}"):
-            source = stack.enter_context(_open(Path(folder), model, engine.mesh.world.rank, number))
+            source = stack.enter_context(_open(Path(folder), model, number))
+            if engine.mesh.world.rank == 0:
+                _say_losses(source, beside)
             optimizers = _optimizers(optimizer)
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
@@ -295,14 +299,17 @@ def load(
         return source.description.client_state
 
 
-def _open(folder: Path, model: nn.Module, rank: int, number: int | None) -> Source:
+def _open(folder: Path, model: nn.Module, number: int | None) -> Source:
     """Open our own format, or that of another engine (which may number parameters in the order of the model)."""
     if is_ours(folder):
         return ShardedSource(folder)
-    source = detect(folder, model=number, parameter_order=[name for name, _ in model.named_parameters()])
-    for loss in source.description.losses if rank == 0 else ():
-        logger.warning("load: %s", loss)
-    return source
+    return detect(folder, model=number, parameter_order=[name for name, _ in model.named_parameters()])
+
+
+def _say_losses(source: Source, beside: bool) -> None:
+    """Name what the folder of another engine has and is not loaded."""
+    for loss in (*source.description.losses, *(() if beside else source.description.beside)):
+        logger.warning("load: not loaded: %s", loss)
 
 
 def _match(source: Source, portions: Sequence[Portion]) -> dict[str, str]:

@@ -47,7 +47,7 @@ class ShardedSink(Sink):
         same_world = world_size == source.description.world_size
         records += _write_companions(workspace, source, world_size if same_world else 0)
         manifest = Manifest(
-            description=replace(source.description, world_size=world_size, files={}, losses=(), oddities=()),
+            description=replace(source.description, world_size=world_size, files={}, losses=(), beside=(), oddities=()),
             tensors=tensors,
             scalars={key: source.read(key) for key, info in source.tensors.items() if is_scalar(info)},
             files=tuple(records),

@@ -139,6 +139,7 @@ class Description:
     versions: Mapping[str, str] = field(default_factory=dict)  # library -> version that wrote it
     files: Mapping[str, Path] = field(default_factory=dict)  # to be carried along: name in the new folder -> file
     losses: tuple[str, ...] = ()  # what this checkpoint has and the reader does not carry, one sentence each
+    beside: tuple[str, ...] = ()  # the same of what lies in the folder of the run, and a resumed run reads by itself
     oddities: tuple[str, ...] = ()  # what is unusual here, one sentence each, for `inspect`
 
     @property

@@ -159,7 +159,7 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
     mine = [group for optimizer in optimizers for group in group_names(optimizer, portions)]
     known = [set(group["params"]) for group in saved.source.description.param_groups]
     if mine and not known and not saved.infos:
-        yield "it holds no state of an optimizer; load it without one"
+        yield "it holds no state of an optimizer; for the weights alone: ourshard.load(model, None, folder)"
         return
     strange = sorted(
         name

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from ourshard.checkpoint.numbered import of_model
 from ourshard.checkpoint.sharded import FOLDER as SHARDED_FOLDER
 from ourshard.checkpoint.sharded import is_ours
 from ourshard.config import CheckpointFormat
-from ourshard.integrations import models, optimizer_state
+from ourshard.integrations import foreign_resume, models, optimizer_state
 from ourshard.runtime import api
 
 if TYPE_CHECKING:
@@ -175,12 +175,19 @@ class SavingMixin(_Base):
 
         handle = self.register_load_state_pre_hook(load_models)
         try:
-            with self._without_optimizers() as optimizers:
+            with self._without_optimizers() as optimizers, self._beside(input_dir):
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             handle.remove()
         for number, optimizer in enumerate(optimizers if not sharded else ()):
             optimizer_state.load(optimizer.optimizer, self._engines(), _optimizer_file(folder[0], number))
+
+    def _beside(self, input_dir: str | None) -> AbstractContextManager[None]:
+        """Return what loads the schedulers and scaler that another engine keeps in files of its own."""
+        folder = Path(input_dir) if input_dir is not None and self._engines() else None
+        if folder is None or not folder.is_dir() or self._folder_of(folder, 0) != folder:
+            return nullcontext()
+        return foreign_resume.kept_by_engine(self, folder)
 
     def _newest_complete(self) -> str | None:
         """Return the newest complete checkpoint; None, for accelerate to choose, if there is none or any full one."""
@@ -198,7 +205,7 @@ class SavingMixin(_Base):
             if models.engine_of(model) is not None and folder is not None:
                 weights = any(each is model for each in wanted)
                 which = number if len(self._models) > 1 and folder == where else None
-                running.load(models.inner(model), optimizers, folder, weights=weights, number=which)
+                running.load(models.inner(model), optimizers, folder, weights=weights, number=which, beside=True)
                 found.append(number)
         return found
 
@@ -207,6 +214,8 @@ class SavingMixin(_Base):
         folder = commit.standing(sharded_folder(where, number))
         if is_ours(folder):
             return folder
+        if number == 0 and is_ours(where):  # what `ourshard convert` makes
+            return where
         return None if _optimizer_file(where, 0).exists() or not is_foreign(where) else where
 
     def _number_of(self, model: torch.nn.Module) -> int:

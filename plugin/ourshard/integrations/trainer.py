@@ -17,7 +17,15 @@ from torch import nn
 
 from ourshard.checkpoint import running
 from ourshard.checkpoint.foreign import is_foreign
-from ourshard.integrations import loading, models, optimizer_state, plain_optimizer, trainer_checkpoint
+from ourshard.checkpoint.sharded import is_ours
+from ourshard.integrations import (
+    foreign_resume,
+    loading,
+    models,
+    optimizer_state,
+    plain_optimizer,
+    trainer_checkpoint,
+)
 from ourshard.integrations.pretrained import save_dtype
 from ourshard.integrations.trainer_checkpoint import SCHEDULER
 from ourshard.runtime.part import engines_in, part_state
@@ -27,7 +35,7 @@ logger = logging.getLogger("ourshard")
 Method = Callable[..., Any]
 
 WEIGHTS = {"single": "model.safetensors", "index": "model.safetensors.index.json"}
-OPTIMIZER = "optimizer.pt"
+OPTIMIZER, SCALER = "optimizer.pt", "scaler.pt"
 
 
 def _move_model_to_device(method: Method, trainer: Any, model: nn.Module, device: torch.device) -> None:
@@ -102,14 +110,7 @@ def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str 
             _load_scheduler(trainer, folder)
         return
     if _is_of_another_engine(folder):
-        if not (folder / SCHEDULER).is_file():
-            raise ValueError(
-                f"resume_from_checkpoint: nothing was loaded, as {folder} has no {SCHEDULER} (DeepSpeed keeps "
-                "a scheduler of its own config elsewhere). Take its weights: `ourshard convert` makes a folder for "
-                "from_pretrained."
-            )
-        running.load(models.inner(trainer.model), trainer.optimizer, folder)
-        _load_scheduler(trainer, folder)
+        _resume_from_another_engine(trainer, folder)
         return
     if not (folder / OPTIMIZER).is_file() or not (folder / SCHEDULER).is_file():
         return  # saved with save_only_model
@@ -119,13 +120,36 @@ def _load_optimizer_and_scheduler(method: Method, trainer: Any, checkpoint: str 
     _load_scheduler(trainer, folder)
 
 
+def _resume_from_another_engine(trainer: Any, folder: Path) -> None:
+    kept, model = foreign_resume.look(folder), models.inner(trainer.model)
+    if not kept.has_optimizer:
+        if not trainer.args.save_only_model:
+            raise ValueError(
+                f"resume_from_checkpoint: nothing was loaded, as {folder} holds no state of an optimizer (was it saved "
+                "with save_only_model?). To go on from its weights and its step with a new optimizer and schedule, set "
+                "save_only_model=True; to begin anew from its weights, make a folder for from_pretrained: `ourshard "
+                f"convert {folder} weights --to safetensors`."
+            )
+        running.load(model, None, folder, beside=True)
+        logger.warning("Resumed from %s: weights and step; optimizer and schedule begin anew.", folder)
+        return
+    state = foreign_resume.trainer_scheduler(folder / SCHEDULER, kept)
+    foreign_resume.refuse_scheduler(trainer.lr_scheduler, state, folder)
+    running.load(model, trainer.optimizer, folder, beside=True)
+    foreign_resume.put_scheduler(trainer.lr_scheduler, state)
+    scaler = trainer.accelerator.scaler
+    if scaler is not None and kept.scaler and not (folder / SCALER).is_file():
+        scaler.load_state_dict(kept.scaler)
+    foreign_resume.say_random_states(folder, trainer.args.world_size, trainer.is_world_process_zero())
+
+
 def _load_scheduler(trainer: Any, folder: Path) -> None:
     trainer.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
 
 def _is_of_another_engine(folder: Path) -> bool:
-    """Tell whether a Trainer wrote the folder under DeepSpeed or FSDP."""
-    return not (folder / OPTIMIZER).is_file() and is_foreign(folder)
+    """Tell whether a Trainer wrote the folder under DeepSpeed or FSDP, or `ourshard convert` made it of such a one."""
+    return not (folder / OPTIMIZER).is_file() and (is_foreign(folder) or is_ours(folder))
 
 
 def _load_from_checkpoint(method: Method, trainer: Any, folder: str, model: nn.Module | None = None) -> None:

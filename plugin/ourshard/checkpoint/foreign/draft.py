@@ -49,6 +49,7 @@ class Draft:
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
     oddities: list[str] = field(default_factory=list)
 
     @property
@@ -179,6 +180,7 @@ class ForeignSource(Source):
             versions=draft.versions,
             files=draft.files,
             losses=tuple(draft.losses),
+            beside=tuple(draft.beside),
             oddities=tuple(draft.oddities),
         )
 

@@ -41,7 +41,7 @@ def add_run_files(draft: Draft, folder: Path, model: int = 0, models: int = 1) -
     for pattern, what in _LEFT:
         count = sum(1 for name in names if pattern.fullmatch(name))
         if count:
-            draft.losses.append(f"{what} ({count} file{'s' if count > 1 else ''})")
+            draft.beside.append(f"{what} ({count} file{'s' if count > 1 else ''})")
     if "trainer_state.json" in names and draft.step is None:
         step = read_json(folder / "trainer_state.json").get("global_step")
         draft.step = step if type(step) is int and step >= 0 else None
