@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
+    "ShardCheckpointCallback": "ourshard.trainer_callbacks.checkpoint",
     "ShardEMACallback": "ourshard.trainer_callbacks.ema",
     "ShardMonitorCallback": "ourshard.trainer_callbacks.monitor",
     "ShardSentinelCallback": "ourshard.trainer_callbacks.sentinel",

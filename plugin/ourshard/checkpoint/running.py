@@ -106,15 +106,16 @@ def write(
     replace: bool = False,
     io: DiskIO = DISK,
     then: Callable[[], None] | None = None,
+    background: bool | None = None,
 ) -> None:
-    """Do what `save` does, where the save before has been waited for. Collective."""
+    """Do what `save` does, where the save before has been waited for; `background` as said here. Collective."""
     engine = _engine(model)
     final, lead = Path(folder), engine.mesh.world.rank == 0
     temporary = commit.temporary_of(final)
     with together(engine, f"save: making {final.name}"):
         if lead:
             commit.begin(final, replace=replace, io=io)
-    background = engine.config.checkpoint.asynchronous
+    background = engine.config.checkpoint.asynchronous if background is None else background
     writer = ShardWriter(temporary, engine.mesh.world.rank, engine.mesh.world.size, io)
 
     def publish() -> None:

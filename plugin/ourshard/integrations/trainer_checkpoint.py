@@ -78,7 +78,7 @@ def save(method: Method, trainer: Any, engine: Engine, model: Any, trial: Any) -
         with running.together(engine, f"{folder.name}: files of the Trainer"):
             _write_files(method, trainer, model, trial, folder)
         with running.together(engine, f"{folder.name}: hashes of these files"):
-            hashes = _hashes(folder) if engine.mesh.world.rank == 0 else {}
+            hashes = hashes_of(folder) if engine.mesh.world.rank == 0 else {}
         limit, kept = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
         running.write(
             models.inner(trainer.model),
@@ -139,7 +139,8 @@ def save_scheduler(trainer: Any, folder: str) -> None:
         torch.save(trainer.lr_scheduler.state_dict(), Path(folder, SCHEDULER))
 
 
-def _hashes(folder: Path) -> dict[str, str]:
+def hashes_of(folder: Path) -> dict[str, str]:
+    """Return the hashes of the files beside the rows that a resume reads."""
     return {path.name: _hash(path) for pattern in READ_AT_RESUME for path in sorted(folder.glob(pattern))}
 
 

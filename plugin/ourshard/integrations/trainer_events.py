@@ -1,10 +1,11 @@
-"""Two events of a Trainer that its own callbacks lack, for callbacks of ours; those of others see no difference.
+"""Three events of a Trainer that its own callbacks lack, for callbacks of ours; those of others see no difference.
 
 Note [Events of our own]
 The Trainer puts trackers (TensorBoard, W&B, trackio) before a user's callbacks and writes its history before both, so
 what `on_log` adds to the logs reaches none of them. `before_log` is called ahead of all. An evaluation of several sets
 fires `on_evaluate` after each, and none when it raises; `around_evaluation` is around all sets, and closes then too.
-Each event is a wrap of one method, `Trainer.log` and `Trainer._evaluate`, which a subclass's own calls pass through.
+`after_step` comes when a step is logged, evaluated and saved, so that a save of ours has all that; it also comes at the
+end of an epoch. Each event is a wrap of one method, which calls of subclasses pass through, too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class ShardTrainerCallback(TrainerCallback):
     def before_log(self, state: Any, logs: dict[str, Any]) -> None:
         """Add to what is about to be logged, on any rank; no collectives, since a user may log on one rank."""
 
+    def after_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Run at the very end of a step, on all ranks; `kwargs` has model, optimizer, lr_scheduler."""
+
     def around_evaluation(self, model: Any) -> AbstractContextManager[None]:
         """Return a context for one evaluation, of all its sets, that the Trainer makes while it trains."""
         return nullcontext()
@@ -54,3 +58,12 @@ def _evaluate(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: An
         for callback in _ours(trainer):
             stack.enter_context(callback.around_evaluation(trainer.model))
         return method(trainer, *args, **kwargs)
+
+
+def _maybe_log_save_evaluate(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell our callbacks when the Trainer is through with a step."""
+    found = method(trainer, *args, **kwargs)
+    with_what = {"model": trainer.model, "optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+    for callback in _ours(trainer):
+        callback.after_step(trainer.args, trainer.state, trainer.control, **with_what)
+    return found

@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ourshard.integrations import trainer_checkpoint
+from ourshard.integrations.late_flag import LateFlag
 from ourshard.integrations.restart import restarts
 from ourshard.integrations.trainer_resume import newest_complete
-from ourshard.runtime.mesh import host_group
 
 logger = logging.getLogger("ourshard")
 
@@ -42,11 +41,11 @@ def train(method: Callable[..., Any], trainer: Any, resume: str | bool | None = 
     if resume is None:
         resume = _after_restart(trainer.args.output_dir)
     elif resume is True:
-        resume = _newest(trainer.args.output_dir) or True  # the Trainer says that there is none
+        resume = newest(trainer.args.output_dir) or True  # the Trainer says that there is none
     if trainer.args.enable_jit_checkpoint:  # the Trainer's own answer to SIGTERM
         return method(trainer, resume, *args, **more)
     stop = StopOnSignal()
-    trainer.add_callback(stop)
+    trainer.callback_handler.callbacks.insert(0, stop)  # the others hear at the same step's end that it is the last
     try:
         with stop.listening():
             return method(trainer, resume, *args, **more)
@@ -62,14 +61,14 @@ def _after_restart(folder: str) -> str | None:
     count = restarts()
     if count == 0:
         return None
-    found = _newest(folder)
+    found = newest(folder)
     if _rank() == 0:
         where = f"resumes from {found}" if found else f"begins anew: no complete checkpoint in {folder}"
         logger.warning("Restart %d by the launcher: training %s.", count, where)
     return found
 
 
-def _newest(folder: str) -> str | None:
+def newest(folder: str) -> str | None:
     """Return the newest complete checkpoint, which rank 0 looks for. Collective."""
     from accelerate.utils import broadcast_object_list
 
@@ -86,9 +85,8 @@ class StopOnSignal(TrainerCallback):
     """Saves and ends training at the same step on all ranks once any rank got SIGTERM; see Note [SIGTERM]."""
 
     def __init__(self) -> None:
-        self._group = host_group("SIGTERM")
+        self._flag = LateFlag("SIGTERM")
         self._asked = False
-        self._sent: tuple[torch.Tensor, Any] | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -108,24 +106,11 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop if a rank asked for it."""
-        if self._agreed():
+        if self._flag.raised(self._asked):
             control.should_save = control.should_training_stop = True
             if state.is_world_process_zero:
                 logger.warning("SIGTERM: saving a checkpoint at step %d, then training ends.", state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the last flags arrive before the process group may go."""
-        if self._sent is not None:
-            self._sent[1].wait()
-            self._sent = None
-
-    def _agreed(self) -> bool:
-        if self._group is None:
-            return self._asked
-        before, flag = self._sent, torch.tensor([self._asked], dtype=torch.uint8)
-        work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._sent = flag, work
-        if before is None:
-            return False
-        before[1].wait()
-        return bool(before[0])
+        """Let the last flags arrive."""
+        self._flag.finish()

@@ -24,14 +24,19 @@ TRAINER: dict[str, tuple[str, ...]] = {
     "create_accelerator_and_postprocess": (),
     "create_optimizer": (),
     "create_scheduler": ("num_training_steps", "optimizer"),
+    "_maybe_log_save_evaluate": (),
     "log": ("logs",),
     "train": ("resume_from_checkpoint",),
 }
 RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
-EVENTS = ("_evaluate", "log")  # see `trainer_events.py`
+EVENTS = ("_evaluate", "_maybe_log_save_evaluate", "log")  # see `trainer_events.py`
 RECOVERY = ("train",)  # see `trainer_recovery.py`
 BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
-USED = {"_issue_warnings_after_load": ("load_result",), "_get_output_dir": ("trial",)}  # called, not wrapped
+USED = {
+    "_issue_warnings_after_load": ("load_result",),
+    "_get_output_dir": ("trial",),
+    "_save_rng_state": ("output_dir",),
+}  # called, not wrapped
 # `transformers.modeling_utils.PreTrainedModel`
 MODEL: dict[str, tuple[str, ...]] = {
     "_load_pretrained_model": ("model", "state_dict", "checkpoint_files", "load_config"),
