@@ -59,13 +59,11 @@ SECTIONS: tuple[tuple[str, str, Iterable[Flag]], ...] = (
 # Values that the runtime is asked about, by key. What it refuses stands in the rows that have the word.
 TRIED: Mapping[str, Mapping[str, dict[str, Any]]] = {
     "shard_optimizer_over": {"all": {"shard_optimizer_over": "all"}},
-    "offload.optimizer": {"nvme": {"offload.optimizer": "nvme", "offload.nvme_path": "/tmp"}},
     "offload.params": {
         "nvme": {"offload.params": "nvme", "offload.optimizer": "cpu", "offload.nvme_path": "/tmp"},
         "": {"offload.params": "cpu"},
     },
     "offload.optimizer_ratio": {"": {"offload.optimizer_ratio": 0.5, "offload.optimizer": "cpu"}},
-    "offload.nvme_path": {"": {"offload.nvme_path": "/tmp", "offload.optimizer": "nvme"}},
     "communication.weights": {"auto": {"communication.weights": "auto"}},
     "communication.gradients": {"auto": {"communication.gradients": "auto"}},
     "communication.error_feedback": {"": {"communication.error_feedback": True, "communication.gradients": "int8"}},

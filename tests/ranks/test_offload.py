@@ -122,12 +122,12 @@ def test_frozen_parameters_rest_on_the_host_with_offloaded_parameters(ranks):
         assert plain["master"] >= 4 * frozen
 
 
-def write_and_read() -> list[float]:
-    """Write into masters on the host by every way in, and read whole values back."""
+def write_and_read(offload: dict[str, str]) -> list[float]:
+    """Write into masters that are not on the device by every way in, and read whole values back."""
     import ourshard
     from ourshard import engine_of, full_state_dict, shard_model
 
-    model = shard_model(llama(), {"stage": 3, "persist_below": 0, "precision": BF16, "offload": CPU})
+    model = shard_model(llama(), {"stage": 3, "persist_below": 0, "precision": BF16, "offload": offload})
     engine = engine_of(model)
     assert engine is not None
     name, parameter = next((n, p) for n, p in model.named_parameters() if "q_proj" in n)
@@ -146,7 +146,7 @@ def write_and_read() -> list[float]:
 
 
 def test_writes_reach_the_masters_and_go_up_again(ranks):
-    assert ranks(2)(write_and_read) == [[0.5, 0.25, 2.0]] * 2
+    assert ranks(2)(write_and_read, CPU) == [[0.5, 0.25, 2.0]] * 2
 
 
 def saved(folder: str, config: dict[str, Any], load: bool) -> Any:
@@ -185,7 +185,7 @@ def test_a_checkpoint_moves_between_host_and_device(ranks, tmp_path):
     [
         ({"stage": 0, "offload": CPU}, "at stage 0 masters are whole"),
         ({"stage": 3, "offload": {"params": "cpu"}}, "needs offload.optimizer: cpu"),
-        ({"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": "/tmp"}}, "nvme is not available"),
+        ({"stage": 3, "offload": {**CPU, "params": "nvme", "nvme_path": "/tmp"}}, "nvme is not available"),
         ({"stage": 3, "offload": {"optimizer": "cpu", "optimizer_ratio": 0.5}}, "use 1.0"),
     ],
 )

@@ -13,11 +13,13 @@ from ourshard.planning.moves import Does, MeshSizes
 from ourshard.planning.plan import candidates, describe
 from ourshard.planning.report import as_dict, as_table
 from ourshard.planning.simulate import simulate
+from ourshard.runtime.disk import BLOCK
 
 from tests.unit.test_plan import HALF, PARAMETERS, planner, rehearse
 
 CPU = {"optimizer": "cpu"}
 BOTH = {"optimizer": "cpu", "params": "cpu"}
+DISK = {"optimizer": "nvme", "nvme_path": "/tmp"}
 WORLD = 8
 
 
@@ -66,14 +68,26 @@ def test_only_stages_that_the_runtime_takes_are_compared(offload: dict[str, str]
 
 def test_the_table_shows_the_host_where_it_has_something() -> None:
     hardware = hardware_of("h100", WORLD)
-    for offload in ({}, CPU):
+    for offload in ({}, CPU, DISK):
         row = planner().row(ShardConfig().replace(offload=offload))
         headers = [column.header for column in as_table([row], hardware, None).columns]
         assert ("host GiB" in headers) == bool(offload)
+        assert ("disk GiB" in headers) == (offload is DISK)
+        assert (as_dict(row)["memory"]["disk"] > 0) == (offload is DISK)
         assert (as_dict(row)["memory"]["host"] > 0) == bool(offload)
 
 
+def test_a_disk_has_masters_and_moments_and_the_host_gradients_and_windows() -> None:
+    memory = planned_memory(3, DISK, precision=HALF)
+    assert memory.at_rest == PARAMETERS / WORLD * 2
+    assert memory.disk == PARAMETERS / WORLD * (4 + 8)
+    rehearsal, _ = rehearse(ShardConfig(stage=3).replace(offload=DISK, precision=HALF), MeshSizes(WORLD))
+    longest = max(lane.shard_numel for lane in rehearsal.planned.lanes)
+    window = -(-longest * 4 // BLOCK) * BLOCK * 3  # master and two moments
+    assert memory.host == memory.pinned == PARAMETERS / WORLD * 4 + 3 * window
+
+
 def test_a_tier_that_the_runtime_does_not_have_is_refused() -> None:
-    config = ShardConfig().replace(offload={"optimizer": "nvme", "nvme_path": "/tmp"})
+    config = ShardConfig().replace(offload={"optimizer": "cpu", "params": "nvme", "nvme_path": "/tmp"})
     with pytest.raises(ValueError, match="nvme is not available"):
         rehearse(config, MeshSizes(WORLD))

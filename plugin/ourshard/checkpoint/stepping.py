@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.optim import Run
+from ourshard.runtime.optim import Run, put_away
 
 from .portions import Portion
 from .shard_writer import LocalBox
@@ -209,6 +209,7 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
             state = _state_of(stepped, beside[id(stepped)], saved, on_device)
             if state:
                 optimizer.state[stepped] = state
+                put_away(optimizer, stepped)
             else:
                 optimizer.state.pop(stepped, None)
 

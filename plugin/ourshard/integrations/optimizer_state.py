@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.optim import Run
+from ourshard.runtime.optim import Run, put_away
 from ourshard.runtime.placement import At
 
 State = dict[str, Any]
@@ -205,6 +205,7 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
             group = optimizer.param_groups[pieces[0].group]
             on_device = bool(group.get("fused") or group.get("capturable"))
             optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], on_device)
+            put_away(optimizer, _stepped(pieces[0]))
 
 
 def keys_by_group(optimizer: Optimizer, engines: Sequence[Engine]) -> list[set[str]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ourshard.planning.layouts import PlannedLane, PlannedModel
+from ourshard.runtime.disk import WINDOWS, padded
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.peer import PIECE_NBYTES
 from ourshard.runtime.placement import At
@@ -18,16 +19,29 @@ def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
         if not lane.sharded:
             held[Kind.MASTER if lane.direct else Kind.FULL] += lane.full_nbytes
         if not lane.aliased:
-            held[Kind.HOST if lane.on_host else Kind.MASTER] += lane.master_nbytes
+            held[master_kind(lane)] += lane.master_nbytes
         if lane.on_host and lane.sharded and lane.trainable:
             held[Kind.HOST if lane.shard_on_host else Kind.SHARD] += beside_nbytes(lane)
         held[Kind.SECONDARY] += lane.secondary_nbytes
     return dict(held)
 
 
+def master_kind(lane: PlannedLane) -> Kind:
+    if lane.on_disk:
+        return Kind.DISK
+    return Kind.HOST if lane.on_host else Kind.MASTER
+
+
+def windows_nbytes(planned: PlannedModel, states: float) -> int:
+    """Bytes of the host memory that lanes on a disk pass through: Note [Windows] in offload/windows.py."""
+    lanes = [lane for lane in planned.lanes if lane.on_disk]
+    longest = max((lane.master_nbytes for lane in lanes), default=0)
+    return min(WINDOWS, len(lanes)) * (1 + int(states)) * padded(longest)
+
+
 def beside_nbytes(lane: PlannedLane) -> int:
     """Bytes of the shard in compute dtype beside a master on the host: `LaneStore._make_shard`."""
-    served = lane.shard_on_host and lane.compute_nbytes == lane.store_nbytes  # the master serves
+    served = lane.shard_on_host and not lane.on_disk and lane.compute_nbytes == lane.store_nbytes  # the master serves
     return 0 if served else lane.shard_numel * lane.compute_nbytes
 
 

@@ -13,7 +13,7 @@ from ourshard.config import ShardConfig, Tier
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
 from ourshard.runtime.coded import gradient_codec, weight_codec
-from ourshard.runtime.host import is_on_host, refuse_nvme
+from ourshard.runtime.host import is_on_disk, is_on_host, refuse_nvme
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
 
@@ -30,7 +30,8 @@ class PlannedLane:
     compute_nbytes: int
     store_nbytes: int
     reduce_nbytes: int
-    on_host: bool = False  # the master: `LaneStore.offloaded`
+    on_host: bool = False  # the master, or what passes through a step of it: `LaneStore.offloaded`
+    on_disk: bool = False  # the master rests in a file, and so does the optimizer's state
     shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
     coded_nbytes: int = 0  # of the whole lane as messages of the weights' codec; 0 where it travels as it is
     coded_grad_nbytes: int = 0  # the same of the gradients' codec
@@ -152,6 +153,7 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig, *,
         store_nbytes=key.store_dtype.itemsize,
         reduce_nbytes=reduce.itemsize,
         on_host=is_on_host(key.placement, key.trainable, offload),
+        on_disk=is_on_disk(key.placement, key.trainable, offload),
         shard_on_host=offload.params is Tier.CPU,
         coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded else 0,
         coded_grad_nbytes=grad_codec.nbytes(layout.numel) if grad_codec is not None and key.coded else 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ourshard.planning.buffers import windows_nbytes
 from ourshard.planning.formulas import Optimizer
 from ourshard.planning.layouts import PlannedModel
 from ourshard.planning.moves import Does, Move
@@ -26,8 +27,9 @@ class Memory:
     activations: int
     workspace: int
     at_rest: int  # between steps
-    host: int = 0  # in host memory: masters, gradients, shards and optimizer state
+    host: int = 0  # in host memory: masters, gradients, shards, optimizer state, and windows of what is on a disk
     pinned: int = 0  # of these, what the runtime pins where it may: all but the optimizer state
+    disk: int = 0  # in files: masters and optimizer state
 
     @property
     def peak(self) -> int:
@@ -55,7 +57,11 @@ def memory_of(
     """Return the memory of a step whose `moves` have settled; `inputs` are bytes of a batch on the device."""
     stepped = [lane for lane in planned.lanes if lane.trainable]
     states = int(sum(lane.master_nbytes for lane in stepped if not lane.on_host) * optimizer.states)
-    host_states = int(sum(lane.master_nbytes for lane in stepped if lane.on_host) * optimizer.states)
+    host_states = int(
+        sum(lane.master_nbytes for lane in stepped if lane.on_host and not lane.on_disk) * optimizer.states
+    )
+    disk_states = int(sum(lane.master_nbytes for lane in stepped if lane.on_disk) * optimizer.states)
+    windows = windows_nbytes(planned, optimizer.states)
     alive = [0] * len(moves)  # activations at each move
     latest = 0
     for index, move in enumerate(moves):
@@ -78,8 +84,9 @@ def memory_of(
         activations=alive[top] + inputs,
         workspace=workspace,
         at_rest=_engine(moves[-1]) + states + workspace,
-        host=held.get(Kind.HOST, 0) + host_states,
-        pinned=held.get(Kind.HOST, 0),
+        host=held.get(Kind.HOST, 0) + windows + host_states,
+        pinned=held.get(Kind.HOST, 0) + windows,
+        disk=held.get(Kind.DISK, 0) + disk_states,
     )
 
 

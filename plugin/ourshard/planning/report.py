@@ -20,8 +20,8 @@ def as_table(rows: Sequence[Row], hardware: Hardware, chosen: Row | None) -> Tab
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("configuration")
-    offloads = any(row.memory.host for row in rows)
-    for name in (*_COLUMNS, *(["host GiB"] if offloads else [])):
+    elsewhere = [name for name in ("host", "disk") if any(getattr(row.memory, name) for row in rows)]
+    for name in (*_COLUMNS, *(f"{name} GiB" for name in elsewhere)):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         best, worst = row.seconds
@@ -38,7 +38,7 @@ def as_table(rows: Sequence[Row], hardware: Hardware, chosen: Row | None) -> Tab
             f"{row.timing.total:.3g} ({best:.3g} to {worst:.3g})",
             f"{row.tokens_per_second:,.0f}",
             f"{row.checkpoint / GB:.0f} GB, {row.checkpoint_seconds:.0f} s",
-            *([f"{row.memory.host / GIB:.1f}"] if offloads else []),
+            *(f"{getattr(row.memory, name) / GIB:.1f}" for name in elsewhere),
             style="bold" if row is chosen else None if row.fits else "dim",
         )
     return table
@@ -57,6 +57,7 @@ def as_dict(row: Row) -> dict[str, Any]:
             "at_rest": row.memory.at_rest,
             "host": row.memory.host,
             "pinned": row.memory.pinned,
+            "disk": row.memory.disk,
         },
         "wire": {"inside_node": row.wire_inside, "between_nodes": row.wire_between},
         "seconds": {

@@ -16,8 +16,9 @@ from torch import nn
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.coded import can_code, gradient_codec, weight_codec
+from ourshard.runtime.disk import open_disk
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.host import refuse_nvme
+from ourshard.runtime.host import is_on_disk, refuse_nvme
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_store import LaneKey, master_dtype_of
@@ -34,6 +35,8 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     """Shard `model` in place and return its engine. Collective; raises `ValueError` on all ranks if one can't go on."""
     engine = Engine(model, config, mesh, cast_small=cast_small, ledger=Ledger() if config.ledger else None)
     stock = _checked_stock(model, engine)
+    if config.offload.optimizer is Tier.NVME:
+        engine.disk = open_disk(engine, _masters_nbytes(stock, engine))
     readable = _readable(stock, engine)
     for index, entry in enumerate(stock):
         unit = Unit(engine, index, entry.name, entry.modules, rooted=entry.rooted)
@@ -68,6 +71,14 @@ def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
             tensors = tuple(LaneTensor(indices[t.index], t.offset, t.numel, t.granule) for t in lane.tensors)
             lanes.append(LaneLayout(lane.key, tensors, lane.shard_numel, lane.world))
     return UnitLayout(tuple(lanes))
+
+
+def _masters_nbytes(stock: list[UnitParameters], engine: Engine) -> int:
+    """Return the bytes that this rank's masters of sharded parameters will need, without padding."""
+    parameters = [parameter for entry in stock for parameter in entry.parameters]
+    keys = [(parameter, _lane_key(parameter, engine)) for parameter in parameters]
+    stepped = [(p, key) for p, key in keys if is_on_disk(key.placement, key.trainable, engine.config.offload)]
+    return sum(-(-p.numel // engine.mesh.shard.size) * key.store_dtype.itemsize for p, key in stepped)
 
 
 def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
@@ -249,9 +260,9 @@ def _refuse_codecs(config: ShardConfig) -> None:
 def _refuse_tiers(engine: Engine) -> None:
     offload, device = engine.config.offload, engine.mesh.device
     refuse_nvme(offload)
-    if offload.params is Tier.CPU and offload.optimizer is not Tier.CPU:
+    if offload.params is Tier.CPU and offload.optimizer is Tier.NONE:
         raise ValueError(
-            "offload.params: cpu needs offload.optimizer: cpu in this version, since masters have the values."
+            "offload.params: cpu needs offload.optimizer: cpu (or nvme) in this version, since masters have the values."
         )
     if offload.active and offload.optimizer_ratio != 1.0:
         raise ValueError("offload.optimizer_ratio: in this version all masters leave the device; use 1.0.")

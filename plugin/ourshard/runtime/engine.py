@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ourshard.config import Accumulate, ShardConfig, Tier
+from ourshard.config import Accumulate, ShardConfig
 from ourshard.runtime.casting import cast
 from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer
 from ourshard.runtime.control import Control, stop_watching
+from ourshard.runtime.disk import Disk
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, hook_outputs
 from ourshard.runtime.host import HostMemory
@@ -84,8 +85,8 @@ class Engine:
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger)
-        on_host = Tier.CPU in (config.offload.optimizer, config.offload.params)
-        self.host = HostMemory(mesh.device, config.offload.pin_memory) if on_host else None
+        self.host = HostMemory(mesh.device, config.offload.pin_memory) if config.offload.active else None
+        self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
         self.reducer = Reducer(self.collectives)
         self.measuring = Measuring(self.streams, (self.streams, self.collectives, self.control))

@@ -9,6 +9,9 @@ a step, on the gather stream, while the CPU steps the next lane (Note [Steps by 
 its first gather; the device casts it to the compute dtype. With `offload.params: cpu` the host casts it, the shard in
 compute dtype stays here and goes up before every gather, and so do the stored shards of frozen lanes.
 
+With `offload.optimizer: nvme` gradients are here, and masters with the optimizer's state are in a file: they pass
+through host memory in a step, lane by lane (disk.py). The shard in compute dtype rests where `offload.params` says.
+
 torch's own pinned memory is rounded up to a power of two; here plain memory is registered with the driver instead.
 """
 
@@ -30,15 +33,20 @@ _PAGE = 4096
 
 
 def is_on_host(placement: Placement, trainable: bool, offload: OffloadConfig) -> bool:
-    """Say whether a lane's master is on the host: Note [Masters on the host]."""
+    """Say whether a lane's master is not on the device: Note [Masters on the host]."""
     tier = offload.optimizer if trainable else offload.params
-    return tier is Tier.CPU and placement.master is At.SHARD
+    return tier is not Tier.NONE and placement.master is At.SHARD
+
+
+def is_on_disk(placement: Placement, trainable: bool, offload: OffloadConfig) -> bool:
+    """Say whether such a master rests in a file."""
+    return trainable and offload.optimizer is Tier.NVME and placement.master is At.SHARD
 
 
 def refuse_nvme(offload: OffloadConfig) -> None:
     """Raise ValueError for the tier that this version does not have."""
-    if Tier.NVME in (offload.optimizer, offload.params):
-        raise ValueError("offload: the tier nvme is not available in this version; use cpu.")
+    if offload.params is Tier.NVME:
+        raise ValueError("offload.params: nvme is not available in this version; use cpu.")
 
 
 class HostMemory:

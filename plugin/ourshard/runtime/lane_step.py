@@ -15,8 +15,8 @@ closure, which makes its gradients inside of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -53,22 +53,37 @@ class StepByLane:
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
+            if any(lane.on_disk for lane in self._lanes):
+                raise ValueError(
+                    "step(closure): with offload.optimizer: nvme masters are on the disk while the closure would run; "
+                    "call the closure yourself, then step() without it."
+                )
             return  # a closure
         step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
         runs = {id(run.parameter) for lane in self._lanes for run in lane.runs}
         rest = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in runs]
         with _showing(optimizer, rest):
             step(optimizer)
-        for lane in self._lanes:
-            with _showing(optimizer, [run.parameter for run in lane.runs]):
-                step(optimizer)
-            self._send_up(lane)
+        with closing(self._in_memory(optimizer)) as lanes:
+            for lane, master in lanes:
+                with _showing(optimizer, [run.parameter for run in lane.runs]):
+                    step(optimizer)
+                self._send_up(lane, master)
         for group in optimizer.param_groups:
             self._hide(group["params"])
 
-    def _send_up(self, lane: Lane) -> None:
+    def _in_memory(self, optimizer: Optimizer) -> Generator[tuple[Lane, torch.Tensor], None, None]:
+        """Yield each lane with its master, while optimizer and master are in memory."""
+        for engine in dict.fromkeys(lane.unit.engine for lane in self._lanes):
+            lanes = [lane for lane in self._lanes if lane.unit.engine is engine]
+            if engine.disk is not None:
+                yield from engine.disk.bring(optimizer, lanes)
+            else:
+                yield from ((lane, lane.master) for lane in lanes)
+
+    def _send_up(self, lane: Lane, master: torch.Tensor) -> None:
         with lane.unit.engine.streams.gather():
-            lane.send_up()
+            lane.send_up(master)
         self.sent.append(lane)
 
     def _hide(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -31,7 +31,7 @@ from ourshard.config import Tier
 from ourshard.runtime.buffer import Slot
 from ourshard.runtime.coded import codes_now, gather_coded, gradient_codec, weight_codec
 from ourshard.runtime.handle import become_handle
-from ourshard.runtime.host import is_on_host
+from ourshard.runtime.host import is_on_disk, is_on_host
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
@@ -73,6 +73,7 @@ class LaneStore:
         self.rank = mesh.world.rank
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
         self.offloaded = is_on_host(self.placement, self.trainable, unit.engine.config.offload)
+        self.on_disk = is_on_disk(self.placement, self.trainable, unit.engine.config.offload)
         self.stale = True  # `full` does not show the masters
         self.sent = False  # though stale, what `fill` copies from shows them: `send_up` was called since
         communication = unit.engine.config.communication
@@ -97,7 +98,7 @@ class LaneStore:
         self.aliased = same and not self.offloaded
         self.shard: torch.Tensor | None = None
         if self.offloaded:
-            self.master = self.take_host()
+            self.master = self._take_disk() if self.on_disk else self.take_host()
             if self.placement.params is At.SHARD and self.trainable:
                 self._make_shard()
         elif self.aliased:
@@ -122,11 +123,16 @@ class LaneStore:
         self._hold(Kind.HOST, buffer)
         return buffer
 
+    def _take_disk(self) -> torch.Tensor:
+        disk = self.unit.engine.disk
+        assert disk is not None
+        return disk.take(self.layout.shard_numel, self.store_dtype)
+
     def _make_shard(self) -> None:
         host, numel = self.unit.engine.host, self.layout.shard_numel
         if not self._shard_on_host:
             self.shard = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-        elif self.compute_dtype == self.store_dtype:
+        elif self.compute_dtype == self.store_dtype and not self.on_disk:
             self.shard = None  # the master serves
             return
         else:
@@ -171,7 +177,15 @@ class LaneStore:
         return flat.view(shape if math.prod(shape) == flat.numel() else (rows.rows, tensor.granule))
 
     def local_rows(self, position: int) -> torch.Tensor:
+        """Return `rows_view` of the master. Raises RuntimeError where it was on a disk and is lost."""
+        self.check_disk()
         return self.rows_view(self.master, position)
+
+    def check_disk(self) -> None:
+        """Raise RuntimeError where the master was on a disk and is lost: before it is read outside of a step."""
+        if self.on_disk:
+            assert self.unit.engine.disk is not None
+            self.unit.engine.disk.check()
 
     def name_of(self, position: int) -> str:
         return self.parameters[position].name
@@ -242,24 +256,29 @@ class LaneStore:
             self.full.tensor.copy_(self.master)
             return
         if stale and not self.sent:
+            self.check_disk()
             self.send_up()
         self.sent = False
         if self.shard is not None:
             self.segment.copy_(self.shard, non_blocking=True)
         elif self.placement.params is At.SHARD:
-            self.segment.copy_(self._master_above())
+            self.segment.copy_(self._above(self.master))
         self.shows_coded = coded
         if self.codec is not None and coded:
             gather_coded(self.unit.engine, self.codec, self.full.tensor, self.segment, self.unit.label)
             return
         self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
 
-    def send_up(self) -> None:
-        """Cast a master that changed into what rests between gathers, if anything does; on the current stream."""
+    def send_up(self, master: torch.Tensor | None = None) -> None:
+        """Cast a master that changed into what rests between gathers, if anything does; on the current stream.
+
+        `master`: where its values are now, while it is not in its place.
+        """
+        master = self.master if master is None else master
         if self.shard is not None:
-            self.shard.copy_(self.master if self._shard_on_host else self._master_above())
+            self.shard.copy_(master if self._shard_on_host else self._above(master))
         elif self.placement.params is At.WHOLE and not self.aliased:
-            self.segment.copy_(self._master_above())
+            self.segment.copy_(self._above(master))
 
     def mark_stale(self) -> None:
         """Note that the master changed."""
@@ -267,14 +286,15 @@ class LaneStore:
         if self.secondary is not None:
             self.secondary.forget()
 
-    def _master_above(self) -> torch.Tensor:
-        """Return the master on the device, which casts it: torch would cast on the host, into memory not pinned."""
-        return self.master.to(self.device, non_blocking=True)
+    def _above(self, master: torch.Tensor) -> torch.Tensor:
+        """Return a master on the device, which casts it: torch would cast on the host, into memory not pinned."""
+        return master.to(self.device, non_blocking=True)
 
     def gather_master(self) -> torch.Tensor:
         """Return the whole lane in store dtype, exact. Collective where masters are shards."""
         if self.placement.master is At.WHOLE:
             return self.master
+        self.check_disk()
         whole = torch.empty(self.layout.numel, dtype=self.store_dtype, device=self.device)
         start = self.axis.rank * self.layout.shard_numel
         segment = whole[start : start + self.layout.shard_numel]

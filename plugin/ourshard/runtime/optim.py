@@ -158,6 +158,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
         if any(_adoptable(p) for p in group["params"]):
             if whole is None:
                 whole = needs_whole(optimizer, group)
+            _refuse_from_disk(optimizer, group, whole)
             _adopt_group(optimizer, group, whole)
             _prefer_fused(optimizer, group)
     if whole:
@@ -166,6 +167,26 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     _ADOPTED[optimizer] = _Adopted(count, _adoption())
     return optimizer
+
+
+def _refuse_from_disk(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> None:
+    """Refuse an optimizer that can't step one lane after the other, where masters pass through memory lane by lane."""
+    on_disk = any(_adoptable(p) and p._lane.on_disk for p in group["params"])
+    if on_disk and (whole or not can_step_by_lane(optimizer)):
+        raise ValueError(
+            f"offload.optimizer: nvme steps lane by lane, which is known to be exact for the optimizers of torch that "
+            f"treat each element by itself (AdamW, Adam, SGD, ...), and not for {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}. Use one of those, or offload.optimizer: cpu."
+        )
+
+
+def put_away(optimizer: Optimizer, stepped: torch.Tensor) -> None:
+    """Move the state of one tensor of an optimizer, which was just set, to where it rests."""
+    for engine in ENGINES:
+        if engine.disk is not None:
+            for lane in engine.lanes():
+                if lane.on_disk and any(run.parameter is stepped for run in lane.runs):
+                    engine.disk.put_away(optimizer, lane)
 
 
 def _adoption() -> tuple[tuple[int, int], ...]:

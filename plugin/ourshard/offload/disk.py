@@ -1,0 +1,198 @@
+"""Masters and optimizer state of one engine in a file: Note [The file] in file.py, Note [Windows] in windows.py.
+
+A read or write that fails leaves some lanes stepped and some not: the step ends in an error on all ranks, and what
+rests on the disk can't be used any more, not for a save either. The last checkpoint is not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from ourshard.offload.file import DiskFile
+from ourshard.offload.preflight import check_disk
+from ourshard.offload.windows import Passage, Stream, Window, states_of
+from ourshard.runtime.disk import WINDOWS, padded
+from ourshard.runtime.engine import Engine
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.ledger import Kind
+from ourshard.runtime.optim import Run
+
+logger = logging.getLogger("ourshard")
+
+# Masters of fp32 and seven more values of that size for each element: no optimizer of torch keeps more than four.
+CAPACITY = 8
+_SLACK = 64 * 2**20  # padding of lanes, beside a part of their size
+
+
+class LaneFile:
+    """Where the streams of one lane are in the file."""
+
+    def __init__(self, disk: ShardDisk, lane: Lane) -> None:
+        self.disk = disk
+        self.lane = lane
+        self.master = Stream("", lane.store_dtype)
+        self._tensors: dict[Stream, torch.Tensor] = {self.master: lane.master}
+        self.starts: dict[Stream, int] = {self.master: disk.start_of(lane.master)}
+
+    def rows(self, stream: Stream, run: Run) -> torch.Tensor:
+        """Return a run's elements of a stream, over the file; the lane's part of the file is taken if it has none."""
+        if stream not in self._tensors:
+            tensor = self.disk.take(self.lane.layout.shard_numel, stream.dtype)
+            self._tensors[stream] = tensor
+            self.starts[stream] = self.disk.start_of(tensor)
+        return self._tensors[stream][run.start : run.stop]
+
+    def has(self, stream: Stream, run: Run, value: torch.Tensor) -> bool:
+        """Say whether a state tensor is the part of the file that belongs to it."""
+        return stream in self._tensors and value.data_ptr() == self.rows(stream, run).data_ptr()
+
+
+class ShardDisk:
+    """What `runtime.disk.Disk` asks for."""
+
+    def __init__(self, engine: Engine, file: DiskFile) -> None:
+        self.file = file
+        self.nbytes = 0
+        self._control = engine.control
+        self._host = engine.host
+        self._ledger = engine.ledger
+        self._streams = engine.streams
+        self._lost: str | None = None  # why what rests here can't be used
+        self._starts: dict[int, int] = {}  # address of a tensor over the mapping -> place in the file
+        self._lanes: dict[Lane, LaneFile] = {}
+        self._windows = [Window() for _ in range(WINDOWS)]
+        self._longest = 0  # elements of the longest lane
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a zeroed tensor on the CPU whose elements are in the file."""
+        start = self.file.take(numel * dtype.itemsize)
+        tensor = self.file.view(start, numel, dtype)
+        self._starts[tensor.data_ptr()] = start
+        self.nbytes += tensor.nbytes
+        self._longest = max(self._longest, numel)
+        if self._ledger is not None:
+            self._ledger.hold(Kind.DISK, tensor.nbytes)
+        return tensor
+
+    def start_of(self, tensor: torch.Tensor) -> int:
+        return self._starts[tensor.data_ptr()]
+
+    def take_buffer(self, stream: Stream) -> torch.Tensor:
+        """Return host memory, bytes, for a stream of any lane."""
+        assert self._host is not None
+        buffer = self._host.take(padded(self._longest * stream.dtype.itemsize), torch.uint8)
+        if self._ledger is not None:
+            self._ledger.hold(Kind.HOST, buffer.nbytes)
+        return buffer
+
+    def check(self) -> None:
+        """Raise RuntimeError where what rests here is lost."""
+        if self._lost is None and not self.file.is_whole():
+            self._lost = (
+                "The file of offload.optimizer: nvme was cut by another process; go on from the last checkpoint."
+            )
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
+
+    def bring(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, torch.Tensor]]:
+        """Yield each lane that has a gradient, with its master, while it is in a window."""
+        passages = [Passage(self._file_of(lane), optimizer) for lane in lanes if _has_gradient(optimizer, lane)]
+        failure: str | None = None
+        try:
+            self.check()
+            yield from self._pass(passages)
+        except (OSError, RuntimeError) as problem:
+            if not isinstance(problem, OSError) and self._lost is None:
+                raise
+            failure = str(problem)
+        self._agree(failure)
+
+    def _pass(self, passages: list[Passage]) -> Iterator[tuple[Lane, torch.Tensor]]:
+        try:
+            self._begin(passages, 0)
+            for number, passage in enumerate(passages):
+                self._begin(passages, number + 1)
+                master = passage.enter()
+                try:
+                    yield passage.lane, master
+                finally:  # after a step that failed too: in memory, too, what it changed would stay changed
+                    with self._streams.gather():
+                        self._windows[number % WINDOWS].sent = self._streams.event()
+                    passage.leave()
+        finally:
+            self._wait()
+
+    def _begin(self, passages: list[Passage], number: int) -> None:
+        """Begin to read a lane, once the lane that was in its window has left it."""
+        if number < len(passages):
+            window = self._windows[number % WINDOWS]
+            window.wait()
+            passages[number].begin(window)
+
+    def _wait(self) -> None:
+        """Return when no window is read or written; raise the first failure."""
+        failures = []
+        for window in self._windows:
+            try:
+                window.wait()
+            except OSError as problem:
+                failures.append(problem)
+        if failures:
+            raise failures[0]
+
+    def _agree(self, failure: str | None) -> None:
+        """Raise on all ranks what any rank met."""
+        label = "the end of a step from the disk"
+        if not self._control.any_of([failure is not None], label)[0]:
+            return
+        told = self._control.gather_objects(failure, label)
+        rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+        self._lost = (
+            f"offload.optimizer: nvme: rank {rank} could not read or write its masters and optimizer state ({text}). "
+            "This step was taken in part, so that the run can't go on or be saved; go on from the last checkpoint."
+        )
+        raise RuntimeError(self._lost)
+
+    def put_away(self, optimizer: Optimizer, lane: Lane) -> None:
+        """Move the state that an optimizer has of a lane to the file."""
+        file = self._file_of(lane)
+        for run in lane.runs:
+            if run.optimizer() is not optimizer or run.stop == run.start:
+                continue
+            for stream, value in states_of(optimizer, run):
+                if not file.has(stream, run, value):
+                    optimizer.state[run.parameter][stream.name] = file.rows(stream, run).copy_(value)
+
+    def _file_of(self, lane: Lane) -> LaneFile:
+        if lane not in self._lanes:
+            self._lanes[lane] = LaneFile(self, lane)
+        return self._lanes[lane]
+
+
+def _has_gradient(optimizer: Optimizer, lane: Lane) -> bool:
+    return any(run.parameter.grad is not None for run in lane.runs if run.optimizer() is optimizer)
+
+
+def open_disk(engine: Engine, masters_nbytes: int) -> ShardDisk:
+    """Check the folder, and open this rank's file in it. Collective; raises `ValueError` on all ranks."""
+    folder = Path(str(engine.config.offload.nvme_path))
+    check_disk(engine, folder, masters_nbytes)
+    error, file = None, None
+    try:
+        file = DiskFile(folder, CAPACITY * (masters_nbytes + masters_nbytes // 4 + _SLACK))
+    except OSError as problem:
+        error = f"offload.nvme_path: no file could be made in {folder} ({problem})."
+    engine.control.check(error, "opening the file of offload.nvme_path")
+    assert file is not None
+    if not file.is_direct and engine.mesh.world.rank == 0:
+        logger.warning(
+            "offload.nvme_path: the filesystem of %s has no O_DIRECT: reads and writes go through the page cache, "
+            "which is slower and fills host memory. Use a folder on a local ext4 or xfs.",
+            folder,
+        )
+    return ShardDisk(engine, file)
