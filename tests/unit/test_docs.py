@@ -59,3 +59,10 @@ def test_the_code_of_the_readme_runs():
     assert blocks
     check = "from accelerate import Accelerator\nassert accelerator.is_ourshard"
     run_cli([sys.executable, "-c", "\n".join([*blocks, check])], env={"ACCELERATE_USE_CPU": "true"})
+
+
+def test_the_code_of_the_trainers_page_runs(tmp_path):
+    (block,) = _blocks(ROOT / "docs" / "trainer.md", "python")
+    check = "import ourshard\nassert ourshard.engine_of(trainer.model) is not None"
+    run_cli([sys.executable, "-c", f"{block}\n{check}"], env={"ACCELERATE_USE_CPU": "true"}, cwd=tmp_path)
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()

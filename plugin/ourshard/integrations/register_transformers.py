@@ -52,11 +52,12 @@ def _trainer_method(name: str, method: Callable[..., Any], trainer: Any, *args: 
     if not getattr(getattr(trainer, "accelerator", None), "is_ourshard", False):
         return method(trainer, *args, **kwargs)
     from ourshard.integrations import trainer as whole
-    from ourshard.integrations import trainer_recovery, trainer_resume
+    from ourshard.integrations import trainer_loss, trainer_recovery, trainer_resume
 
     if name in seams.RECOVERY:
         return trainer_recovery.train(method, trainer, *args, **kwargs)
-    ours = trainer_resume if name in seams.RESUME else whole
+    others = {**dict.fromkeys(seams.RESUME, trainer_resume), **dict.fromkeys(seams.LOSS, trainer_loss)}
+    ours = others.get(name, whole)
     return getattr(ours, name)(method, trainer, *args, **kwargs)
 
 

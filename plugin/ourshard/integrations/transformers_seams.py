@@ -25,11 +25,14 @@ TRAINER: dict[str, tuple[str, ...]] = {
     "create_optimizer": (),
     "create_scheduler": ("num_training_steps", "optimizer"),
     "_maybe_log_save_evaluate": (),
+    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
+    "evaluation_loop": ("dataloader", "description"),
     "log": ("logs",),
     "train": ("resume_from_checkpoint",),
 }
 RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
 EVENTS = ("_evaluate", "_maybe_log_save_evaluate", "log")  # see `trainer_events.py`
+LOSS = ("compute_loss", "evaluation_loop")  # see `trainer_loss.py`
 RECOVERY = ("train",)  # see `trainer_recovery.py`
 BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
 USED = {
