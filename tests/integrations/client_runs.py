@@ -96,7 +96,7 @@ def classifier(folder: str, shard: Shard) -> dict[str, Any]:
 
 
 def summarizer(folder: str, shard: Shard) -> dict[str, Any]:
-    """T5 ignores it too; rows have labels of all lengths. Metrics are of generated tokens, over an uneven number of rows."""
+    """T5 ignores it too; rows have labels of all lengths. Metrics are of generated tokens, over uneven batches."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
     quiet()
