@@ -1,7 +1,7 @@
 # `make train` trains a small model, `make test` runs the tests; both bring what they need into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test clean
+.PHONY: help setup train check test docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,7 @@ help:
 	@echo "make train   train a small Llama on 2 processes (TRAIN_ARGS=\"--max_steps 50\")"
 	@echo "make check   ruff, mypy, import order, sizes"
 	@echo "make test    run the tests (PYTEST_ARGS=\"--slow\")"
+	@echo "make docs    write the generated pages and build the site into out/site, with links checked"
 	@echo "make clean   remove .venv, caches and out"
 
 setup: $(READY)
@@ -42,6 +43,13 @@ check: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/generate_flags.py
+	$(BIN)/python docs/generate_commands.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "Open out/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import re
+import runpy
+import shlex
 import sys
 from pathlib import Path
 
+import ourshard
 import pytest
+import typer
 import yaml
+from ourshard.cli import COMMANDS
 from ourshard.config import ShardConfig
 
 from tests.commands import ROOT, run_cli
@@ -54,6 +62,38 @@ def test_notes_that_pages_cite_are_in_the_source(page):
     assert [note for note in sorted(cited - {"Name"}) if f"Note [{note}]" not in source] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_into_a_page_lead_to_a_heading(page):
+    links = re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text())
+    missing = [f"{target}#{anchor}" for target, anchor in links if anchor not in _anchors(page.parent / target or page)]
+    assert missing == []
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w-]", "", heading.strip().lower().replace(" ", "-")) for heading in headings}
+
+
+def test_every_page_is_in_the_sites_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    in_site = set(re.findall(r"[\w-]+\.md", text[text.index("\nnav:") :]))
+    pages = {page.name for page in PAGES if page.parent == ROOT / "docs"}
+    assert in_site == pages
+
+
+def test_the_page_of_commands_is_what_they_say():
+    module = runpy.run_path(str(ROOT / "docs" / "generate_commands.py"))
+    written = module["PAGE"].read_text()
+    assert written == module["page"](), "docs/commands.md is out of date: run `python docs/generate_commands.py`"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: make docs")
+def test_the_site_builds_without_a_warning(tmp_path):
+    run_cli([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"])
+    assert "shard_model" in (tmp_path / "site" / "reference.html").read_text()
+
+
 def test_the_code_of_the_readme_runs():
     blocks = _blocks(ROOT / "README.md", "python")
     assert blocks
@@ -66,3 +106,69 @@ def test_the_code_of_the_trainers_page_runs(tmp_path):
     check = "import ourshard\nassert ourshard.engine_of(trainer.model) is not None"
     run_cli([sys.executable, "-c", f"{block}\n{check}"], env={"ACCELERATE_USE_CPU": "true"}, cwd=tmp_path)
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_on_a_page_is_python_and_what_it_imports_is_there(page):
+    for block in _blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ourshard"):
+                module = importlib.import_module(str(node.module))
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ourshard":
+                assert node.attr in {*ourshard.__all__, "planning", "trainer_callbacks"}
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """Return the commands in the blocks of a page, in words, without what stands before the program's name."""
+    text = "\n".join(
+        [*_blocks(page, ""), *_blocks(page, "bash"), *re.findall(r"^    (?=\S)(.*)$", page.read_text(), re.M)]
+    )
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    found = [re.search(r"(?:^|[A-Z]\w*=\S+ )(ourshard|accelerate launch|python) (.*)", line) for line in lines]
+    return [[match[1], *shlex.split(match[2], comments=True)] for match in found if match]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_on_a_page_are_understood(page):
+    for program, *words in _commands(page):
+        if program == "ourshard":
+            known = _options_of(words)
+            assert [word for word in words if word.startswith("-") and word not in known] == [], words
+            continue
+        files = [word for word in words if re.fullmatch(r"(examples|accelerate_configs|docs|benchmarks)/.*\.\w+", word)]
+        assert [name for name in files if not (ROOT / name).exists()] == [], words
+        script = next((word for word in words if word.startswith("examples/")), None)
+        if script is not None:
+            given = {word for word in words[words.index(script) + 1 :] if word.startswith("--")}
+            source = (ROOT / script).read_text()
+            assert [word for word in given if word not in source and word[2:] not in source] == [], words
+
+
+def _options_of(words: list[str]) -> set[str]:
+    """Return the options that the command takes which `words` begin with."""
+    module, app = COMMANDS[words[0]].app.split(":")
+    command = typer.main.get_command(getattr(importlib.import_module(module), app))
+    command = getattr(command, "commands", {}).get(words[1] if words[1:] else "", command)
+    return {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+
+
+def _texts() -> list[str]:
+    """Return every text in the source, with an ellipsis for each hole of an f-string or a log message."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sdr]|%\.\df|%g", "…", node.value))
+    return found
+
+
+def test_each_message_of_the_troubleshooting_page_is_still_in_the_source():
+    messages = re.findall(r"^> `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(messages) > 25
+    texts = _texts()
+    patterns = [re.compile(".+?".join(re.escape(part) for part in message.split("…"))) for message in messages]
+    assert [pattern.pattern for pattern in patterns if not any(map(pattern.search, texts))] == []

@@ -444,8 +444,22 @@ def test_the_command_prints_a_table_a_picture_and_a_config_that_is_read_back(lla
     assert picture.read_bytes()[:4] == curve.read_bytes()[:4] == b"\x89PNG"
     values = load(output)
     assert (values["distributed_type"], values["num_processes"], values["num_machines"]) == ("OURSHARD", 16, 2)
+    assert "--main_process_ip" in result.output  # which a plan can't know
     chosen = result.output.partition("cheapest that fits: ")[2].splitlines()[0]
     assert f"stage {read_document(values, 'plan').config.stage}" in chosen
+
+
+def test_where_nothing_fits_the_host_is_tried(llama: Path, tmp_path: Path) -> None:
+    output, workload = tmp_path / "plan.yaml", [str(llama), "--gpus", "1", "--length", "8", "--with", "hidden_size=512"]
+    rows = json.loads(CliRunner().invoke(app, [*workload, "--json"]).stdout)["rows"]
+    least = min(row["memory"]["peak"] for row in rows)
+    arguments = [*workload, "--memory", str(0.9 * least / 2**30), "-o", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "GiB of memory on the host of each node" in result.output
+    assert read_document(load(output), "plan").config.offload.optimizer.value == "cpu"
+    fixed = CliRunner().invoke(app, [*arguments, "--set", "offload.optimizer=cpu,offload.params=cpu"])
+    assert "stage 1" not in fixed.output  # nothing is added to what was asked for
 
 
 def test_the_command_prints_json_and_fails_where_nothing_fits(llama: Path) -> None:

@@ -19,7 +19,25 @@ from ourshard.flags.result import FlagResult
 from ourshard.flags.sources import explain, from_environment, load, merge, read, read_document
 from ourshard.flags.translate import compose, elsewhere, translate
 
-app = typer.Typer(help="Translate, show and write configurations.", no_args_is_help=True, add_completion=False)
+_HELP = """Translate, show and write configurations.
+
+[bold]Examples[/]
+
+An FSDP or DeepSpeed config in the native form, with a comment on each line:
+
+  ourshard config translate fsdp.yaml -o ourshard.yaml
+
+What a file and the environment come to, and which of them said it:
+
+  ourshard config show ourshard.yaml --all
+
+A new file for `accelerate launch`:
+
+  ourshard config write ourshard.yaml --set stage=3,shard_size=node --num-processes 8
+
+[bold]Exit codes[/]: 0 done; 2 the command or a config was not understood."""
+
+app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 
 _RANK = "RANK"  # the variable that each launcher sets for its workers
 SHORT_FORM = "Short form: stage=3,offload.optimizer=cpu."

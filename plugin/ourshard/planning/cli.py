@@ -17,25 +17,58 @@ from ourshard.flags.sources import resolve
 from ourshard.flags.translate import compose
 from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
-from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, scaling
+from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, offloaded, scaling
 from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
 
-app = typer.Typer(add_completion=False)
+_HELP = """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
+
+Memory is counted on a run with fake tensors, step time is simulated; it needs no GPU and no weights. Where nothing
+fits, rows follow that keep optimizer and parameters in host memory. docs/plan.md tells how close the numbers are.
+
+[bold]Examples[/]
+
+A model folder on two nodes of eight H100, and the YAML to launch it with:
+
+  ourshard plan path/to/model --gpus 16 --nodes 2 --length 4096 -o config.yaml
+
+Where the memory goes, as a picture, with what a card of yours can really use:
+
+  ourshard plan path/to/model --gpu a100 --memory 78 --plot memory.png
+
+A class of your own, told how it is built and what it is given:
+
+  ourshard plan mypackage.model:Net --with width=1024 --input x=8x1024:float32
+
+Only configurations with coded gathers, for a script to read:
+
+  ourshard plan path/to/model --set communication.weights=int8 --json
+
+[bold]Exit codes[/]: 0 something fits; 1 nothing does; 2 the command was not understood."""
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 _COUNTS = [2**power for power in range(15)]  # 1 to 16,384
 
 
-@app.command()
+@app.command(no_args_is_help=True, help="\n\n".join(" ".join(part.split("\n")) for part in _HELP.split("\n\n")))
 def plan(
     model: Annotated[str, typer.Argument(help="A model folder, a config.json, or module:Class.")],
     *,
     options: Annotated[list[str] | None, typer.Option("--with", help="KEY=VALUE of the config or the class.")] = None,
-    gpu: Annotated[str, typer.Option(help="b200, h200, h100, a100, a100-40, l40s or rtx4090.")] = "h100",
+    gpu: Annotated[
+        str, typer.Option(help="b200, h200, h100, a100, a100-40, l40s or rtx4090; sets the next ones.")
+    ] = "h100",
     gpus: Annotated[int, typer.Option(help="GPUs over all nodes.")] = 8,
     nodes: Annotated[int, typer.Option(help="Nodes that they fill.")] = 1,
-    memory: Annotated[float | None, typer.Option(help="GiB that a process can use on a GPU.")] = None,
-    link: Annotated[float | None, typer.Option(help="GB/s of a GPU to others of its node, one way.")] = None,
-    network: Annotated[float | None, typer.Option(help="GB/s of a GPU to other nodes.")] = None,
-    disk: Annotated[float | None, typer.Option(help="GB/s of a node's disk.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB that a process can use on a GPU; else the card's, less what CUDA takes.")
+    ] = None,
+    link: Annotated[
+        float | None, typer.Option(help="GB/s of a GPU to others of its node, one way; else the card's.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(help="GB/s of a GPU to other nodes; else the usual of such machines.")
+    ] = None,
+    disk: Annotated[float | None, typer.Option(help="GB/s of a node's disk; else a guess of 3.")] = None,
     batch: Annotated[int, typer.Option(help="Samples of one rank in one forward.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
     inputs: Annotated[list[str] | None, typer.Option("--input", help="NAME=SHAPE:DTYPE, for your own.")] = None,
@@ -48,10 +81,7 @@ def plan(
     curve: Annotated[Path | None, typer.Option("--scaling", help="Draw 1 to 16,384 GPUs to this PNG.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the cheapest that fits as YAML.")] = None,
 ) -> None:
-    """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
-
-    Memory is counted on a run with fake tensors, step time is simulated: see docs/plan.md for how close they are.
-    """
+    """Print the plan; see `_HELP`."""
     try:
         hardware = _adjusted(hardware_of(gpu, gpus, nodes), memory, link, network, disk)
         built = load_model(model, _options(options))
@@ -60,6 +90,8 @@ def plan(
         planner = Planner(built, workload, hardware)
         start = resolve({f"--set {text}": text for text in base or ()}, {}).config
         rows = planner.rows(candidates(start, hardware))
+        if cheapest(rows) is None:
+            rows += planner.rows(offloaded(start, hardware))
         chosen = cheapest(rows)
         _print(rows, hardware, chosen, as_json)
         if plot is not None:
@@ -67,7 +99,7 @@ def plan(
         if curve is not None:
             counts = _counts(hardware)
             plot_scaling({describe(config): scaling(planner, config, counts) for config in _curves(start)}, curve)
-        if output is not None:
+        if output is not None and chosen is not None:
             _write(output, chosen, hardware, mixed_precision)
     except ValueError as error:
         typer.echo(f"Error: {error}", err=True)
@@ -110,6 +142,9 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
         console.print(f"None fits: the smallest needs {need:.1f} GiB. Use more GPUs, a smaller --batch or --length.")
     else:
         console.print(f"* the cheapest that fits: {chosen.name}")
+    if chosen is not None and chosen.memory.host:
+        need = chosen.memory.host * hardware.gpus_per_node / GIB
+        console.print(f"It needs {need:.0f} GiB of memory on the host of each node.")
 
 
 def _curves(base: ShardConfig) -> list[ShardConfig]:
@@ -124,9 +159,7 @@ def _counts(hardware: Hardware) -> list[int]:
     return [count for count in _COUNTS if count <= node or count % node == 0]
 
 
-def _write(path: Path, chosen: Row | None, hardware: Hardware, mixed_precision: str) -> None:
-    if chosen is None:
-        raise ValueError(f"{path}: nothing is written, since nothing fits.")
+def _write(path: Path, chosen: Row, hardware: Hardware, mixed_precision: str) -> None:
     said = from_values(_differences(chosen.config), "plan")
     accelerate: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -136,6 +169,13 @@ def _write(path: Path, chosen: Row | None, hardware: Hardware, mixed_precision: 
         "machine_rank": 0,
         "use_cpu": False,
     }
+    if hardware.nodes > 1:
+        accelerate |= {"main_process_ip": None, "main_process_port": 29500, "rdzv_backend": "static"}
+        typer.echo(
+            "note: say at the launch where the first machine is, and which this is: --main_process_ip ADDRESS "
+            "--machine_rank N",
+            err=True,
+        )
     path.write_text(compose(said, accelerate), encoding="utf-8")
     typer.echo(f"wrote {path}", err=True)
 

@@ -101,6 +101,16 @@ def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
                         yield base.replace(**changes, reshard_after_forward=True, secondary_shard_size=second)
 
 
+def offloaded(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
+    """Yield what remains when none of `candidates` fits: masters on the host, then the parameters' shards, too."""
+    if base.offload.active:
+        return
+    for tiers in ({"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}):
+        for config in candidates(base.replace(offload=tiers), hardware):
+            if config.reshard_after_forward:
+                yield config
+
+
 def _goes_with(base: ShardConfig, stage: int) -> bool:
     """Say whether a stage shards what `base` keeps on the host."""
     return stage == 3 or (base.offload.params is Tier.NONE and (stage > 0 or not base.offload.active))

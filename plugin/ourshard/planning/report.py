@@ -97,7 +97,14 @@ def plot_memory(rows: Sequence[Row], hardware: Hardware, path: Path) -> None:
             axes.barh(names, sizes, left=left, label=part, height=0.7)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     axes.axvline(hardware.memory / GIB, color="black", linestyle="--", linewidth=1)
-    axes.text(hardware.memory / GIB, -0.7, f"{hardware.name}", ha="center", va="bottom", fontsize=8)
+    axes.text(
+        hardware.memory / GIB,
+        -0.7,
+        f"{hardware.name}: {hardware.memory / GIB:.0f} GiB",
+        ha="center",
+        va="bottom",
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.set_xlim(0, max(*left, hardware.memory / GIB) * 1.02)
     axes.set_xlabel("GiB on each GPU when most is allocated")
