@@ -251,27 +251,30 @@ def test_ctrl_c_stops_a_conversion_within_seconds_and_the_same_command_goes_on(t
         "--max-shard-size",
         "300KB",
     ]
-    slow = textwrap.dedent(
+    blocked = textwrap.dedent(
         """
-        import os, signal, sys, time
+        import itertools, os, signal, sys, threading
         from ourshard import cli
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
         from ourshard.checkpoint.huggingface import SafetensorsSource
-        read = SafetensorsSource.read_run_into
-        def slowly(self, *arguments):
-            os.write(1, b"read\\n")  # in one piece: workers print at once
-            time.sleep(0.2)
+        came, reads, read = threading.Event(), itertools.count(1), SafetensorsSource.read_run_into
+        def interrupt(*_):
+            came.set()
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, interrupt)  # a shell's background job would ignore it
+        def reading(self, *arguments):
+            if next(reads) > 6:  # what is begun before the signal ends after it, however slow the machine
+                os.write(1, b"wait\\n")
+                came.wait()
             return read(self, *arguments)
-        SafetensorsSource.read_run_into = slowly
+        SafetensorsSource.read_run_into = reading
         cli.main(sys.argv[1:])
         """
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", slow, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", blocked, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    for _ in range(6):
-        assert process.stdout.readline() == "read\n"
+    assert process.stdout.readline() == "wait\n"
     process.send_signal(signal.SIGINT)
     _, shown = process.communicate(timeout=60)
     assert process.returncode == 130
