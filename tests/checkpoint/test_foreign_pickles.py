@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,14 @@ def test_an_archive_that_torch_never_writes_is_refused(change: Any, words: str, 
         TorchFile(tmp_path / "file.pt").load()
 
 
-def test_old_and_foreign_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
-    torch.save({"x": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"before 1\.6"):
-        TorchFile(tmp_path / "old.pt")
+def test_foreign_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "bare.pt").write_bytes(pickle.dumps({"x": 1}, protocol=4))
+    with pytest.raises(CheckpointError, match="is a bare pickle"):
+        TorchFile(tmp_path / "bare.pt")
+    with tarfile.open(tmp_path / "tar.pt", "w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"))
+    with pytest.raises(CheckpointError, match=r"tar format of torch before 0\.1\.10"):
+        TorchFile(tmp_path / "tar.pt")
     (tmp_path / "empty.pt").touch()
     with pytest.raises(CheckpointError, match="is empty"):
         TorchFile(tmp_path / "empty.pt")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from ourshard.checkpoint.source import CheckpointError, Source, detect
+import torch.distributed.checkpoint as dcp
+from ourshard.checkpoint.source import PARAM, CheckpointError, Source, TensorKey, detect
 
 from tests.checkpoint.foreign import (
     Case,
@@ -186,3 +188,29 @@ def _order_of_llama() -> list[str]:
     parts += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
     layers = [f"{layer.format(index)}{part}.weight" for index in range(2) for part in parts]
     return ["model.embed_tokens.weight", *layers, "model.norm.weight"]
+
+
+def test_a_dcp_folder_of_plain_state_dicts_is_read_with_numbered_optimizer_and_nested_names(tmp_path: Path) -> None:
+    parts = {"encoder": torch.nn.Linear(3, 4), "decoder": torch.nn.Linear(4, 2)}
+    named = {f"{part}.{name}": tensor for part, module in parts.items() for name, tensor in module.named_parameters()}
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in named.values()], lr=0.1)
+    parts["decoder"](parts["encoder"](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    nested = {
+        "model": {part: module.state_dict() for part, module in parts.items()},
+        "optimizer": optimizer.state_dict(),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(nested, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    with detect(tmp_path / "dcp") as source:
+        for name, tensor in named.items():
+            assert same(source.read(TensorKey(PARAM, name)), tensor.detach())
+            assert same(source.read(TensorKey("exp_avg_sq", name)), optimizer.state[tensor]["exp_avg_sq"])
+        assert [group["params"] for group in source.description.param_groups] == [[name] for name in named]
+
+
+def test_a_file_without_a_tensor_of_a_model_is_refused(tmp_path: Path) -> None:
+    torch.save({"epoch": 3, "best": 0.5}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds no state_dict of a model: no tensor in best, epoch"):
+        detect(tmp_path)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.inspection import inspect
 from ourshard.checkpoint.manifest import NAME, seal, unseal
-from ourshard.checkpoint.source import CheckpointError, detect
+from ourshard.checkpoint.source import PARAM, CheckpointError, detect
 from ourshard.checkpoint.verification import verify
 
 from tests.checkpoint.making import make_state, save
@@ -33,7 +34,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     save(root / "ourshard", make_state(), 2)
     convert(root / "ourshard", root / "safetensors", to="safetensors", max_shard_size=400)
     convert(root / "ourshard", root / "torch", to="torch", max_shard_size=400)
-    return {name: root / name for name in ("ourshard", "safetensors", "torch")}
+    (root / "legacy").mkdir()
+    weights = {key.name: tensor for key, tensor in make_state().items() if key.kind == PARAM}
+    torch.save(weights, root / "legacy" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return {name: root / name for name in ("ourshard", "safetensors", "torch", "legacy")}
 
 
 def flip(data: bytes, chosen: random.Random) -> bytes:
@@ -192,13 +196,13 @@ def contents_equal(one: Path, other: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["ourshard", "safetensors", "torch"])
+@pytest.mark.parametrize("name", ["ourshard", "safetensors", "torch", "legacy"])
 def test_a_hundred_mutated_files_of_each_format(corpus: dict[str, Path], tmp_path: Path, name: str) -> None:
     assert run_cases(corpus, tmp_path, name, range(100)) > 50
     assert NAME in {path.name for path in corpus["ourshard"].iterdir()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ourshard", "safetensors", "torch"])
+@pytest.mark.parametrize("name", ["ourshard", "safetensors", "torch", "legacy"])
 def test_two_thousand_mutated_files(corpus: dict[str, Path], tmp_path: Path, name: str) -> None:
     assert run_cases(corpus, tmp_path, name, range(1000, 1700)) > 350

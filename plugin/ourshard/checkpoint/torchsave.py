@@ -11,7 +11,7 @@ import torch
 
 from .companions import companions
 from .foreign.draft import Draft, ForeignSource
-from .foreign.names import canonical_keys
+from .foreign.names import canonical_keys, shorten
 from .foreign.weights import find_weights, read_weights
 from .huggingface_sink import MAX_SHARD_SIZE, file_names, index_of, split, write_companions
 from .numbered import Models, numbered, of_model
@@ -47,7 +47,8 @@ class TorchSaveSource(ForeignSource):
         weights = read_weights(path)
         files = companions(path.parent) if path.name.startswith(MODEL) else {}
         tensors = canonical_keys(weights.tensors, str(path))
-        self.publish(Draft(model=dict(tensors), ties=weights.ties or None, files=files))
+        left = [f"what lies beside the weights in {path.name}: {shorten(weights.left)}"] if weights.left else []
+        self.publish(Draft(model=dict(tensors), ties=weights.ties or None, files=files, losses=left))
 
     @classmethod
     def find(cls, path: Path) -> Path | None:

@@ -115,10 +115,11 @@ class Parts:
         """Sort the items of a folder."""
         for path, reader in folder.tensors():
             if not self._add_optimizer(path, reader):
-                self.model.setdefault(path[:-1], {})[str(path[-1])] = reader
-        for alias, owner in folder.aliases():
-            if alias[:-1] == owner[:-1]:
-                self.ties[canonical(str(alias[-1]))] = canonical(str(owner[-1]))
+                prefix, name = _split_path(path)
+                self.model.setdefault(prefix, {})[name] = reader
+        for (prefix, alias), (other, owner) in ((_split_path(a), _split_path(o)) for a, o in folder.aliases()):
+            if prefix == other:
+                self.ties[canonical(alias)] = canonical(owner)
         for path, value in folder.values():
             if not self._add_optimizer(path, value):
                 self.others[path] = value
@@ -145,11 +146,11 @@ class Parts:
         """Put the parts into the draft under canonical names."""
         draft.model = canonical_keys(self._choose_model(draft), str(where))
         groups = [self.groups[index] for index in sorted(self.groups)] or group_options(self.options)
-        if any(isinstance(name, int) for name in self.state) or any(
-            isinstance(name, int) for group in groups for name in group.get("params", ())
-        ):
+        if any(isinstance(name, int) for group in groups for name in group.get("params", ())):
+            # torch's flattening has made text of the numbers
+            state = {int(name) if str(name).isdecimal() else name: values for name, values in self.state.items()}
             found = Order(tuple(order or draft.model), "the model" if order else "the order of the model's tensors")
-            name_integer_keys(draft, {"state": self.state, "param_groups": groups}, [found])
+            name_integer_keys(draft, {"state": state, "param_groups": groups}, [found])
         else:
             draft.state = {canonical(str(name)): values for name, values in self.state.items()}
             draft.groups = [{**group, "params": _names(group)} for group in groups] or None
@@ -175,6 +176,13 @@ class Parts:
                 draft.losses.append(f"{'.'.join(map(str, path))}: state of a module that is no tensor")
             else:
                 _put(draft.client_state, path, value)
+
+
+def _split_path(path: KeyPath) -> tuple[KeyPath, str]:
+    """Return where a model is and the name of a tensor in it: all that comes after a word for a model is the name."""
+    words = [place for place, part in enumerate(path[:-1]) if part in _MODEL_WORDS]
+    begin = words[-1] + 1 if words else len(path) - 1
+    return path[:begin], ".".join(map(str, path[begin:]))
 
 
 def _model_rank(prefix: KeyPath) -> int:

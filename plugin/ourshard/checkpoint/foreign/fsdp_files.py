@@ -56,7 +56,7 @@ class FsdpFullSource(ForeignSource):
         super().__init__(path, parameter_order)
         draft = Draft()
         name, optimizer = of_model(_MODEL_STEM, model, ".bin"), of_model(_OPTIMIZER_STEM, model, ".bin")
-        tensors, shared = torch_tensors(path / name)
+        tensors, shared, _ = torch_tensors(path / name)
         draft.model = canonical_keys(tensors, name)
         if (path / optimizer).is_file():
             file = TorchFile(path / optimizer)

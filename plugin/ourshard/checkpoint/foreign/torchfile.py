@@ -20,11 +20,13 @@ from typing import Any
 
 from ..source import CheckpointError
 from .classes import ALLOWED, PickledTensor, storage_of
+from .legacy_file import read_legacy
 from .stored import Bytes, StoredTensor, read_into
 from .unpickle import MAX_PICKLE_NBYTES, unpickle
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x1
+_TAR_MAGIC = slice(257, 262)
 _MAX_ENTRIES = 4_000_000
 
 
@@ -73,17 +75,20 @@ class TorchFile:
             raise CheckpointError(
                 f"{self.where}: lies at {start}+{self._nbytes} in a file of {size} bytes; it is truncated"
             )
-        self._entries = self._read_directory()
         self._entry_bytes: dict[str, Bytes] = {}
+        self._legacy = read_legacy(path, self.where) if start == 0 and nbytes is None and self._is_pickle() else None
+        self._entries = {} if self._legacy is not None else self._read_directory()
 
     def load(self) -> Any:
         """Return the saved object; each tensor in it is a `PickledTensor`, to be handed to `stored`."""
+        if self._legacy is not None:
+            return self._legacy.value
         return unpickle(self._small("data.pkl", MAX_PICKLE_NBYTES), self.where, ALLOWED, storage_of)
 
     def stored(self, tensor: PickledTensor) -> StoredTensor:
         """Return the reader of a tensor that `load` gave."""
         storage = tensor.storage
-        content = self._entry(f"data/{storage.key}")
+        content = self._entry(f"data/{storage.key}") if self._legacy is None else self._legacy.storages[storage.key]
         if content.nbytes != storage.numel * storage.dtype.itemsize:
             raise CheckpointError(
                 f"{self.where}: storage {storage.key} has {content.nbytes} bytes where the pickle says "
@@ -93,8 +98,15 @@ class TorchFile:
 
     def storages(self) -> Iterator[Bytes]:
         """Yield the bytes of each entry, for a check of the whole file."""
+        if self._legacy is not None:
+            yield from self._legacy.storages.values()
         for name in self._entries:
             yield self._entry(name)
+
+    def _is_pickle(self) -> bool:
+        head = bytearray(min(1, self._nbytes))
+        read_into(self.path, 0, memoryview(head))
+        return head == b"\x80"
 
     def _read_directory(self) -> dict[str, tuple[zipfile.ZipInfo, int]]:
         """Return name without the archive's own prefix -> (entry, where the next one begins)."""
@@ -129,14 +141,14 @@ class TorchFile:
         return entries
 
     def _not_an_archive(self) -> str:
-        head = bytearray(min(16, self._nbytes))
+        head = bytearray(min(_TAR_MAGIC.stop, self._nbytes))
         read_into(self.path, self._start, memoryview(head))
         if self._nbytes == 0:
             return "is empty"
         if head[:4] == b"PK\x03\x04":
             return "is truncated or damaged: the directory at its end is not readable"
-        if head[:1] == b"\x80":
-            return "is a bare pickle, or in the format of torch before 1.6; load and save it again with a newer torch"
+        if head[_TAR_MAGIC] == b"ustar":
+            return "is in the tar format of torch before 0.1.10; load and save it again with an older torch"
         return "was not written by torch.save"
 
     def _checked_name(self, info: zipfile.ZipInfo) -> str:

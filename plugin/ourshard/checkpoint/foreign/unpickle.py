@@ -62,16 +62,29 @@ def unpickle(
 
     `allowed` maps "module.name" to a `Builder` or to a constant. Raises CheckpointError naming `where`.
     """
+    return unpickle_first(data, where, allowed, persistent)[0]
+
+
+def unpickle_first(
+    data: bytes | bytearray | memoryview,
+    where: str,
+    allowed: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+) -> tuple[Any, int]:
+    """Return the same of the pickle at the begin of the data, and how many bytes it has."""
     if len(data) > MAX_PICKLE_NBYTES:
         raise CheckpointError(f"{where}: a pickle of {len(data)} bytes; more than {MAX_PICKLE_NBYTES} are not read")
+    machine = _Machine(data, where, allowed, persistent)
     try:
-        return _Machine(data, where, allowed, persistent).run()
+        return machine.run(), machine.position
     except CheckpointError as error:
         raise error if str(error).startswith(where) else CheckpointError(f"{where}: {error}") from error
     except (IndexError, struct.error) as error:
         raise CheckpointError(f"{where}: the pickle ends early or is damaged ({error})") from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{where}: the pickle is damaged ({type(error).__name__}: {error})") from error
+    finally:
+        machine.data.release()
 
 
 class _Mark:

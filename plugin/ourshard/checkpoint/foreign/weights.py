@@ -11,9 +11,12 @@ from ..numbered import of_model
 from ..safetensors_file import read_header
 from ..source import CheckpointError
 from .classes import PickledTensor
+from .names import shorten
 from .runfiles import read_json
 from .stored import Bytes, Readable, StoredTensor, contiguous
 from .torchfile import TorchFile
+
+_WRAPPINGS = ("state_dict", "model_state_dict", "model", "module")  # under which training scripts put a state_dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class Weights:
     tensors: dict[str, Readable]
     in_model_order: bool  # torch.save keeps the order of the state_dict, safetensors sorts by name
     ties: dict[str, str]  # names that show the same bytes: later -> first
+    left: tuple[str, ...] = ()  # what lies beside the state_dict in its file
 
 
 def find_weights(folder: Path, stems: tuple[str, ...], model: int = 0) -> Path | None:
@@ -39,20 +43,22 @@ def read_weights(path: Path) -> Weights:
     """Read the directory of a file of weights, or of all that an index names."""
     tensors: dict[str, Readable] = {}
     ties: dict[str, str] = {}
+    left: list[str] = []
     in_order = True
     for file, wanted in _files(path):
         found: dict[str, Readable]
         if file.suffix == ".safetensors":
             found, in_order = dict(safetensors(file)), False
         else:
-            found, own_ties = torch_tensors(file)
+            found, own_ties, beside = torch_tensors(file)
             ties.update(own_ties)
+            left += beside
         if wanted is not None and (lost := wanted - found.keys()):
             raise CheckpointError(f"{file}: lacks {sorted(lost)[0]!r}, which {path.name} says is in it")
         if double := tensors.keys() & found.keys():
             raise CheckpointError(f"{file}: {sorted(double)[0]!r} is in another file of {path.name} too")
         tensors.update(found)
-    return Weights(tensors, in_order, ties)
+    return Weights(tensors, in_order, ties, tuple(left))
 
 
 def _files(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
@@ -80,12 +86,15 @@ def safetensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         yield entry.name, contiguous(entry.shape, entry.dtype, content)
 
 
-def torch_tensors(path: Path) -> tuple[dict[str, Readable], dict[str, str]]:
-    """Return the tensors of a state_dict in a file of torch.save, and which names show the same bytes."""
+def torch_tensors(path: Path) -> tuple[dict[str, Readable], dict[str, str], list[str]]:
+    """Return the tensors of a state_dict in a file of torch.save, names that show the same bytes, what is beside it."""
     file = TorchFile(path)
-    content = file.load()
-    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
-        content = content["state_dict"]
+    content, beside = file.load(), []
+    for word in _WRAPPINGS:
+        if isinstance(content, dict) and isinstance(content.get(word), dict):
+            beside = sorted(str(key) for key in content if key != word)
+            content = content[word]
+            break
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{path}: holds no state_dict of a model")
     found: dict[str, Readable] = {}
@@ -97,4 +106,6 @@ def torch_tensors(path: Path) -> tuple[dict[str, Readable], dict[str, str]]:
             owner = first.setdefault(tensor, name)
             if owner != name and tensor.numel:
                 ties[name] = owner
-    return found, ties
+    if content and not found:
+        raise CheckpointError(f"{path}: holds no state_dict of a model: no tensor in {shorten(sorted(content))}")
+    return found, ties, beside
