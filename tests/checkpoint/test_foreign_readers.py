@@ -161,7 +161,7 @@ def test_what_the_files_do_not_hold_is_said(tmp_path: Path) -> None:
     for name in ("random_states_0.pkl", "sampler.bin", "custom_checkpoint_0.pkl"):
         (tmp_path / "full" / name).touch()
     with detect(tmp_path / "full") as source:
-        said = " ".join(source.description.losses)
+        said = " ".join(source.description.beside)
         assert all(words in said for words in ("random states", "positions in the data", "register_for_checkpointing"))
 
 
