@@ -197,6 +197,7 @@ class CommunicationConfig:
     error_feedback: bool = False
     stochastic_rounding: bool = False
     block: int = 256  # elements that share one scale
+    node_size: int | None = None  # ranks that reduce coded gradients among themselves first; None: as launched
     transport: Transport = Transport.AUTO
 
     def __post_init__(self) -> None:
@@ -208,6 +209,10 @@ class CommunicationConfig:
             raise ValueError(f"communication.block: {self.block!r} must be a power of two of 16 or more.")
         if self.error_feedback and self.gradients is Codec.NONE:
             raise ValueError("communication.error_feedback needs communication.gradients: int8 or int4.")
+        if self.node_size is not None:
+            _at_least(self.node_size, 1, "communication.node_size")
+            if self.gradients is Codec.NONE:
+                raise ValueError("communication.node_size is for communication.gradients: int8 or int4; set that too.")
 
     @property
     def active(self) -> bool:
@@ -291,6 +296,11 @@ class ShardConfig:
             raise ValueError(
                 f"secondary_shard_size: {self.secondary_shard_size!r} must be 2 or more; a rank that is to keep the "
                 "whole until backward does so with reshard_after_forward: false."
+            )
+        if self.communication.node_size not in (None, 1, self.secondary_shard_size):
+            raise ValueError(
+                f"communication.node_size: {self.communication.node_size} and secondary_shard_size: "
+                f"{self.secondary_shard_size} are one axis; leave one out, or set node_size to 1 for a single hop."
             )
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -169,10 +170,88 @@ def test_the_mean_is_off_by_half_a_step_of_the_largest_scale_at_most(codec, leve
         assert 0 < apart <= most / levels / 2 * 1.001
 
 
-def test_coded_gradients_on_a_hybrid_mesh_stay_near_one_process(ranks):
-    task = llama_task(optimizer=adamw, steps=3)
-    configs = {"2x2": coded_gradients(3, "int8", shard_size=2)}
+def in_two_hops(stage: int, codec: str, **more: Any) -> dict[str, Any]:
+    """Two nodes of two ranks, where there are four."""
+    config = coded_gradients(stage, codec, **more)
+    return {**config, "communication": {**config["communication"], "node_size": 2}}
+
+
+def test_coded_gradients_over_two_nodes_or_two_replicas_stay_near_one_process(ranks):
+    task = llama_task(optimizer=adamw, accumulate=2, clip=1.0, steps=3, rows=1)
+    short = {"precision": {"reduce_dtype": "bfloat16"}}
+    configs = {
+        "2 nodes": in_two_hops(3, "int8"),
+        "2 nodes, sums beside": in_two_hops(2, "int8", **short),
+        "2 nodes, second shard": coded_gradients(3, "int8", secondary_shard_size=2),
+        "2 replicas": coded_gradients(3, "int8", shard_size=2),
+        "2 replicas, on the host": coded_gradients(2, "int8", shard_size=2, offload={"optimizer": "cpu"}),
+    }
     check_near(ranks(4)(train_all, task, configs, timeout=120), configs, reference(task, 4))
+
+
+def wire_of(config: dict[str, Any], **environment: str) -> tuple[dict[str, int], dict[str, int], bool]:
+    """Return the bytes of a step by axis, those of the formulas, and whether a NaN of rank 0 alone is in each shard."""
+    import os
+
+    from ourshard import engine_of, shard_model
+    from ourshard.planning.wire import Axes, Step, Transport, by_collective, lane_traffic
+
+    os.environ.update(environment)
+    model = shard_model(llama(tie=False), {**config, "ledger": True})
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.ledger is not None
+    engine.ledger.reset()
+    poison = float("nan") if engine.mesh.world.rank == 0 else 1.0
+    (token_loss(model, tokens(0, 2)) * poison).backward()
+    axes = Axes(engine.mesh.shard.size, engine.mesh.replicate.size, 2 if engine.mesh.node.size > 1 else None)
+    wanted: Counter[str] = Counter()
+    for lane in engine.lanes():
+        codec = lane.coder.codec if lane.coder is not None else None
+        transport = Transport(4, 4, gradients=codec)
+        wanted += by_collective(lane_traffic(lane.layout.numel, axes, Step(3), transport))
+        assert (codec is None) is (len(lane.parameters[0].shape) < 2)
+    got = {name: nbytes for name, nbytes in engine.ledger.wire.items() if not name.startswith("all_gather/shard")}
+    wanted = Counter({name: nbytes for name, nbytes in wanted.items() if not name.startswith("all_gather/shard")})
+    return got, dict(wanted), not any(lane.gradient.isfinite().all() for lane in engine.lanes() if lane.coder)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_two_nodes_of_two_ranks_send_the_bytes_of_the_formulas_hop_by_hop(codec, ranks):
+    """The launcher's number of ranks on a machine decides, where the config does not."""
+    for got, wanted, poisoned in ranks(4)(wire_of, coded_gradients(3, codec), LOCAL_WORLD_SIZE="2"):
+        assert got == wanted
+        assert got["all_to_all/node"] == 2 * got["all_to_all/cross"] > 0
+        assert "all_to_all/shard" not in got
+        assert poisoned
+    one_hop = ranks(4)(wire_of, in_two_hops(3, codec) | {"communication": {"gradients": codec, "node_size": 1}})
+    assert all(got == wanted and "all_to_all/shard" in got for got, wanted, _ in one_hop)
+
+
+def test_two_replicas_of_two_shards_send_the_bytes_of_the_formulas(ranks):
+    for got, wanted, poisoned in ranks(4)(wire_of, coded_gradients(3, "int8", shard_size=2)):
+        assert got == wanted
+        assert got["all_to_all/replicate"] == got["all_gather/replicate"] > 0
+        assert got["all_reduce/replicate"] < got["all_to_all/replicate"] / 10  # norms and biases alone
+        assert poisoned
+
+
+def uneven_machines() -> str:
+    import os
+
+    import torch.distributed as dist
+    from ourshard import shard_model
+
+    os.environ["LOCAL_WORLD_SIZE"] = "3" if dist.get_rank() < 3 else "1"
+    with pytest.raises(ValueError, match=r"different numbers of ranks \(1 to 3\)"):
+        shard_model(llama(), coded_gradients(3, "int8"))
+    with pytest.raises(ValueError, match="node_size: 3 does not divide the 4 ranks") as caught:
+        shard_model(llama(), {"communication": {"gradients": "int8", "node_size": 3}})
+    return str(caught.value)
+
+
+def test_nodes_that_are_not_alike_are_refused_on_all_ranks(ranks):
+    assert all("use 1 or 2 or 4" in text for text in ranks(4)(uneven_machines))
 
 
 def reduce_once(config: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +266,7 @@ def reduce_once(config: dict[str, Any]) -> dict[str, Any]:
     seen: dict[str, Any] = {"wire": dict(engine.ledger.wire), "coded": 0, "exact": 0}
     for lane in engine.lanes():
         bits = {"int8": 8, "int4": 4}[config["communication"]["gradients"]]
-        if lane.gradient_codec is None:
+        if lane.coder is None:
             seen["exact"] += lane.layout.numel * 4 // 2
             assert all(len(parameter.shape) < 2 for parameter in lane.parameters)
         else:
@@ -200,7 +279,7 @@ def reduce_once(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_finite(engine: Any) -> bool:
-    gradients = [lane.gradient for lane in engine.lanes() if lane.gradient_codec is not None]
+    gradients = [lane.gradient for lane in engine.lanes() if lane.coder is not None]
     return all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
 
 

@@ -52,6 +52,7 @@ CHANGED: dict[str, Any] = {
     "communication.error_feedback": True,
     "communication.stochastic_rounding": True,
     "communication.block": 128,
+    "communication.node_size": 2,
     "communication.transport": "peer",
     "activation_checkpointing": True,
     "low_memory_loading": False,

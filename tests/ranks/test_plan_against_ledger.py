@@ -166,6 +166,21 @@ def test_a_rehearsal_of_a_hybrid_mesh_counts_what_the_ledger_counts(
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("name", ["two hops, sums beside", "two replicas"])
+def test_a_rehearsal_of_coded_gradients_on_four_ranks_counts_what_the_ledger_counts(
+    name: str, ranks: Callable[..., Any]
+) -> None:
+    more, mesh = {
+        "two hops, sums beside": ({"precision": SHORT}, MeshSizes(4, node=2)),
+        "two replicas": ({"shard_size": 2}, MeshSizes(2, 2)),
+    }[name]
+    node_size = mesh.node if mesh.node > 1 else None
+    values = {"stage": 3, "communication": {**BOTH_INT8, "block": 64, "node_size": node_size}, **more}
+    seen: Seen = ranks(4)(train, values, "", 2, timeout=90)[0]
+    compare(seen, *rehearse(values, "", 2, mesh))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["as it is", "16 bits, int8, frozen base", "on the host"])
 def test_a_rehearsal_with_a_secondary_shard_counts_what_the_ledger_counts(name: str, ranks: Callable[..., Any]) -> None:
     more, variant = {

@@ -38,6 +38,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "communication.error_feedback": "carry the coding error of gradients to the next step",
     "communication.stochastic_rounding": "round at random, without bias",
     "communication.block": "elements that share one scale",
+    "communication.node_size": "ranks that reduce coded gradients first; null: as launched; 1: all in one hop",
     "communication.transport": "auto, nccl, or peer: what moves the bytes",
     "activation_checkpointing": "recompute units in backward",
     "low_memory_loading": "rank 0 reads the weights, the others receive their shards",

@@ -12,7 +12,9 @@ from torch import nn
 from ourshard.config import ShardConfig, Tier
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
-from ourshard.runtime.coded import gradient_codec, weight_codec
+from ourshard.runtime.codec import BlockCodec
+from ourshard.runtime.coded import weight_codec
+from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.host import is_on_disk, is_on_host, refuse_nvme
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
@@ -34,8 +36,13 @@ class PlannedLane:
     on_disk: bool = False  # the master rests in a file, and so does the optimizer's state
     shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
     coded_nbytes: int = 0  # of the whole lane as messages of the weights' codec; 0 where it travels as it is
-    coded_grad_nbytes: int = 0  # the same of the gradients' codec
+    grad_codec: BlockCodec | None = None  # of reductions, where they are coded
     secondary_nbytes: int = 0  # of the secondary shard; 0 where there is none
+
+    @property
+    def is_coded(self) -> bool:
+        """Say whether its gradients travel coded."""
+        return self.grad_codec is not None
 
     @property
     def sharded(self) -> bool:
@@ -156,7 +163,7 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig, *,
         on_disk=is_on_disk(key.placement, key.trainable, offload),
         shard_on_host=offload.params is Tier.CPU,
         coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded else 0,
-        coded_grad_nbytes=grad_codec.nbytes(layout.numel) if grad_codec is not None and key.coded else 0,
+        grad_codec=grad_codec if key.coded and key.trainable else None,
         secondary_nbytes=layout.numel // shares * key.compute_dtype.itemsize if shares else 0,
     )
 

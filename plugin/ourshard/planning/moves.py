@@ -16,14 +16,19 @@ class MeshSizes:
 
     shard: int
     replicate: int = 1
-    node: int = 1  # ranks that share a secondary shard; 1 where there is none
+    node: int = 1  # neighbours on `shard`; 1 where nothing uses the axis
 
     @property
     def world(self) -> int:
         return self.shard * self.replicate
 
     def of(self, axis: str) -> int:
-        return {"shard": self.shard, "replicate": self.replicate, "world": self.world, "node": self.node}[axis]
+        sizes = {"shard": self.shard, "replicate": self.replicate, "world": self.world}
+        return {**sizes, "node": self.node, "cross": self.cross}[axis]
+
+    @property
+    def cross(self) -> int:
+        return self.shard // self.node if self.node > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,7 @@ def mesh_of(config: ShardConfig, hardware: Hardware) -> MeshSizes:
     shard = hardware.gpus if size is None else hardware.gpus_per_node if size == "node" else int(size)
     if hardware.gpus % shard:
         raise ValueError(f"shard_size: {size!r} does not divide {hardware.gpus} ranks.")
-    return MeshSizes(shard, hardware.gpus // shard, node_size(config, shard))
+    return MeshSizes(shard, hardware.gpus // shard, node_size(config, shard, hardware.gpus_per_node))
 
 
 def traffic(moves: Sequence[Move], mesh: MeshSizes, hardware: Hardware) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from ourshard.planning.buffers import (
     summed_nbytes,
     travel_nbytes,
 )
+from ourshard.planning.coded import coded_reduction, messages_nbytes
 from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
 from ourshard.planning.moves import Collective, Does, MeshSizes, Move
 from ourshard.planning.trace import Visit
@@ -328,8 +329,9 @@ class Rehearsal:
         most = 0  # held while one lane's messages are
         for lane in due:
             calls += self._lane_reduction(lane)
-            if lane.planned.coded_grad_nbytes:
-                most = max(most, self._held[Kind.REDUCE] + 2 * lane.planned.coded_grad_nbytes)
+            most = max(
+                most, self._held[Kind.REDUCE] + messages_nbytes(lane.planned, self.mesh, self.config, sync=self._sync)
+            )
         summed = sum(summed_nbytes(lane.planned) for lane in due)
         after = self._held[Kind.REDUCE]
         self._held[Kind.REDUCE] = max(most, after)
@@ -355,9 +357,9 @@ class Rehearsal:
             calls = [Collective("all_reduce", "world", nbytes)]
         else:
             calls = [Collective("reduce_scatter", "shard", nbytes)]
-            if planned.coded_grad_nbytes:
-                calls = [Collective("all_to_all", "shard", planned.coded_grad_nbytes)]
-            if self._sync:
+            if planned.is_coded:
+                calls = coded_reduction(planned, self.mesh, self.config, sync=self._sync)
+            elif self._sync:
                 calls.append(Collective("all_reduce", "replicate", planned.shard_numel * planned.reduce_nbytes))
         return [call for call in calls if self.mesh.of(call.axis) > 1]
 

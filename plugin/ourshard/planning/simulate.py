@@ -43,6 +43,8 @@ def group_of(axis: str, mesh: MeshSizes, hardware: Hardware) -> Group:
         return Group(mesh.shard, min(mesh.shard, node))
     if axis == "node":
         return Group(mesh.node, min(mesh.node, node))
+    if axis == "cross":
+        return Group(mesh.cross, min(mesh.cross, max(1, node // mesh.node)))
     if axis == "replicate":
         return Group(mesh.replicate, min(mesh.replicate, max(1, node // mesh.shard)))
     return Group(mesh.world, min(mesh.world, node))

@@ -9,7 +9,8 @@ For a lane of P elements over W ranks in N nodes of n, `nbytes` the size of a co
 - secondary shard (hpZ): all gathers of a step but the first run over the s ranks that share it: b P (s - 1) / s, inside
   the node (Note [Secondary shard] in runtime/secondary.py).
 - quantized gradients (qgZ): an all-to-all of nbytes(P) in the node, sums in float32, then one of nbytes(P / n) between
-  nodes (Wang et al., 2023, "ZeRO++", section 3).
+  nodes (Wang et al., 2023, "ZeRO++", section 3). Over R replicas an all-to-all of messages and a gather of the coded
+  means, of nbytes(P / W) each, the shard padded to whole blocks for each replica.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 
 from ourshard.config import Accumulate
 from ourshard.runtime.codec import BlockCodec
+from ourshard.runtime.coded_gradients import replica_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +182,13 @@ def _reductions(numel: int, axes: Axes, step: Step, transport: Transport) -> Ite
     kept = (numel if step.stage == 0 else numel // axes.shard) * transport.grad_nbytes
     if step.optimizer_over_all and step.stage > 0:
         yield Traffic("reduce_scatter", "replicate", ring_nbytes(kept, axes.replicate))
-    else:
+    elif transport.gradients is None:
         yield Traffic("all_reduce", "replicate", all_reduce_nbytes(kept, axes.replicate))
+    else:
+        codec = transport.gradients
+        padded = replica_part(numel // axes.shard, axes.replicate, codec.block) * axes.replicate
+        for name in ("all_to_all", "all_gather"):
+            yield Traffic(name, "replicate", ring_nbytes(codec.nbytes(padded), axes.replicate))
 
 
 def _coded_hops(numel: int, axes: Axes, codec: BlockCodec) -> Iterator[tuple[str, int]]:

@@ -15,7 +15,8 @@ from torch import nn
 
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
 from ourshard.runtime.buffer import give_back_unused
-from ourshard.runtime.coded import can_code, gradient_codec, weight_codec
+from ourshard.runtime.coded import can_code, weight_codec
+from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.disk import open_disk
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.host import is_on_disk, refuse_nvme
@@ -97,7 +98,7 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
 
 
 def _is_coded(parameter: Parameter, placement: Placement, compute: torch.dtype, engine: Engine) -> bool:
-    """Say whether gathers or reductions of a parameter travel coded: the notes in coded.py."""
+    """Say whether gathers or reductions of a parameter travel coded: coded.py, coded_gradients.py."""
     communication = engine.config.communication
     gathers = communication.weights is not Codec.NONE and placement.params is At.SHARD
     reduces = communication.gradients is not Codec.NONE and parameter.tensor.requires_grad and not placement.whole
@@ -223,6 +224,9 @@ def _refuse_unsupported(engine: Engine) -> None:
     _refuse_codecs(config)
     if config.secondary_shard_size not in (None, engine.mesh.node.size):
         raise ValueError(f"secondary_shard_size: the mesh that was given has {engine.mesh.node.size} ranks in a node.")
+    mesh, wanted = engine.mesh, config.communication.node_size
+    if wanted not in (None, 1, mesh.shard.size, mesh.node.size):
+        raise ValueError(f"communication.node_size: the mesh that was given has {mesh.node.size} ranks in a node.")
     if config.shard_optimizer_over == "all" and engine.mesh.replicate.size > 1:
         raise ValueError("shard_optimizer_over: 'all' is not available in this version; use 'shard'.")
     if config.checkpoint.asynchronous and config.checkpoint.format is CheckpointFormat.FULL:

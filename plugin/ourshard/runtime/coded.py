@@ -1,4 +1,4 @@
-"""Gathers of weights (qwZ) and reductions of gradients (qgZ) as blocks of few bits.
+"""Gathers of weights as blocks of few bits (qwZ).
 
 Note [Coded weights]
 --------------------
@@ -9,13 +9,8 @@ the same weights. Parameters of fewer than two dimensions (norms, biases) are in
 Only training is coded: a forward with gradients of a model in training mode, and backward. Evaluation, `gathered`,
 state dicts and saving read the masters exactly. All ranks must agree which it is, so the schedule compares it.
 
-Note [Coded gradients]
-----------------------
-With `communication.gradients` a lane of matrices is reduced over the shard axis by one all-to-all of messages: each
-rank codes its whole gradient, a message for every rank, and adds up what it receives in float32, its own message too.
-A value is coded once, to the nearest, so the error does not grow with hops. A block with a NaN or an infinity is NaN
-in the mean, which loss scalers and clipping see. Over `replicate` the all-reduce stays exact.
-Source of both: Wang et al., 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training".
+Gradients are in `coded_gradients.py`.
+Source: Wang et al., 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training".
 """
 
 from __future__ import annotations
@@ -40,13 +35,8 @@ def weight_codec(config: CommunicationConfig) -> BlockCodec | None:
     return None if config.weights is Codec.NONE else BlockCodec(config.weights, config.block)
 
 
-def gradient_codec(config: CommunicationConfig) -> BlockCodec | None:
-    """Return the codec of reductions: Note [Coded gradients]."""
-    return None if config.gradients is Codec.NONE else BlockCodec(config.gradients, config.block)
-
-
 def can_code(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Say whether a parameter travels coded: Notes [Coded weights] and [Coded gradients]."""
+    """Say whether a parameter travels coded: Note [Coded weights], and coded_gradients.py."""
     return len(shape) > 1 and dtype in _CODED_DTYPES
 
 
@@ -76,23 +66,3 @@ def gather_coded(engine: Engine, codec: BlockCodec, whole: torch.Tensor, segment
     codec.decode(parts, whole, parts=axis.size)
     if engine.ledger is not None:
         engine.ledger.hold(Kind.SLOT, -parts.nbytes)
-
-
-def mean_coded(engine: Engine, codec: BlockCodec, segment: torch.Tensor, whole: torch.Tensor, label: str) -> None:
-    """Leave the mean of this rank's part of `whole`, coded, in `segment`, a part of `whole`; over the shard axis."""
-    axis: Axis = engine.mesh.shard
-    # Made, used and freed on the reduce stream, as in `gather_coded`.
-    sent = torch.empty(codec.nbytes(whole.numel()), dtype=torch.uint8, device=whole.device)
-    received = torch.empty_like(sent)
-    if engine.ledger is not None:
-        engine.ledger.hold(Kind.REDUCE, sent.nbytes + received.nbytes)
-    codec.encode(whole, sent, parts=axis.size)
-    engine.collectives.all_to_all(received, sent, axis, label)
-    if segment.dtype == torch.float32:
-        codec.decode_add(received, segment.zero_(), 1 / axis.size, parts=axis.size)
-    else:
-        mean = torch.zeros_like(segment, dtype=torch.float32)
-        codec.decode_add(received, mean, 1 / axis.size, parts=axis.size)
-        segment.copy_(mean)
-    if engine.ledger is not None:
-        engine.ledger.hold(Kind.REDUCE, -sent.nbytes - received.nbytes)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ourshard.runtime.buffer import own_memory
-from ourshard.runtime.coded import mean_coded
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_store import LaneStore
@@ -260,8 +259,8 @@ class Lane(LaneStore):
             return read
         start = self.axis.rank * self.layout.shard_numel
         segment = buffer[start : start + self.layout.shard_numel]
-        if self.gradient_codec is not None:
-            mean_coded(engine, self.gradient_codec, segment, buffer, self.unit.label)
+        if self.coder is not None:
+            self.coder.mean_scatter(segment, buffer)
         else:
             engine.reducer.mean_scatter(segment, buffer, self.axis, self.unit.label)
         self._accumulate(segment, sync)
@@ -325,7 +324,7 @@ class Lane(LaneStore):
         gradient, first = self._open_gradient()
         replicated = sync and engine.mesh.replicate.size > 1
         if replicated and first:
-            engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
+            self._mean_over_replicas(segment)
         total = segment
         if first:
             gradient.copy_(segment, non_blocking=True)
@@ -336,12 +335,18 @@ class Lane(LaneStore):
             gradient.add_(segment)
         if replicated and not first:
             segment.copy_(gradient, non_blocking=True)
-            engine.reducer.mean(segment, engine.mesh.replicate, self.unit.label)
+            self._mean_over_replicas(segment)
             gradient.copy_(segment, non_blocking=True)
             total = segment
         if self.offloaded:
             self._norm = (torch._foreach_norm([total.to(gradient.dtype)])[0], gradient._version)
         self.accumulated = True
+
+    def _mean_over_replicas(self, segment: torch.Tensor) -> None:
+        if self.coder is not None:
+            self.coder.mean_replicas(segment)
+            return
+        self.unit.engine.reducer.mean(segment, self.unit.engine.mesh.replicate, self.unit.label)
 
     def norm_above(self) -> torch.Tensor | None:
         """Return the norm of `gradient`, a scalar on the device, if it was taken as the gradient went to the host.

@@ -29,7 +29,8 @@ from torch import nn
 
 from ourshard.config import Tier
 from ourshard.runtime.buffer import Slot
-from ourshard.runtime.coded import codes_now, gather_coded, gradient_codec, weight_codec
+from ourshard.runtime.coded import codes_now, gather_coded, weight_codec
+from ourshard.runtime.coded_gradients import GradientCoder, gradient_codec
 from ourshard.runtime.handle import become_handle
 from ourshard.runtime.host import is_on_disk, is_on_host
 from ourshard.runtime.inventory import Parameter
@@ -51,7 +52,7 @@ class LaneKey:
     store_dtype: torch.dtype  # of the master
     compute_dtype: torch.dtype
     trainable: bool
-    coded: bool = False  # travels as blocks of few bits where a codec is set: the notes in coded.py
+    coded: bool = False  # travels as blocks of few bits where a codec is set: coded.py, coded_gradients.py
 
 
 class LaneStore:
@@ -78,7 +79,8 @@ class LaneStore:
         self.sent = False  # though stale, what `fill` copies from shows them: `send_up` was called since
         communication = unit.engine.config.communication
         self.codec = weight_codec(communication) if key.coded else None
-        self.gradient_codec = gradient_codec(communication) if key.coded else None
+        codec = gradient_codec(communication) if key.coded else None
+        self.coder = None if codec is None else GradientCoder(unit.engine, codec, unit.label)
         self.shows_coded = False  # `full` has what the codec left of the masters
         self.secondary: SecondaryShard | None = None
         self._make_buffers()
@@ -112,7 +114,8 @@ class LaneStore:
 
     def _make_secondary(self) -> None:
         mesh = self.unit.engine.mesh
-        if mesh.node.size > 1 and self.placement.params is At.SHARD and not self.unit.rooted:
+        wanted = self.unit.engine.config.secondary_shard_size is not None and mesh.node.size > 1
+        if wanted and self.placement.params is At.SHARD and not self.unit.rooted:
             self.secondary = SecondaryShard(self.full.tensor, mesh.node, self.unit.engine.ledger)
 
     def take_host(self) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The mesh: ranks that share one sharded copy (axis `shard`), and their counterparts elsewhere (axis `replicate`).
 
-With a secondary shard, runs of neighbours on `shard` are an axis too (`node`): Note [Secondary shard].
+Where anything uses them, runs of neighbours on `shard` are an axis too (`node`), and their counterparts (`cross`):
+Note [Secondary shard], Note [Coded gradients].
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ourshard.config import ShardConfig
+from ourshard.config import Codec, ShardConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Mesh:
     world: Axis
     control: dist.ProcessGroup | None  # gloo over all ranks: agreements, never tensors of the model
     device: torch.device
-    node: Axis = Axis("node", 1, 0, None)  # the ranks that share a secondary shard; one rank where there is none
+    node: Axis = Axis("node", 1, 0, None)  # neighbours on `shard`; one rank where nothing uses the axis
+    cross: Axis = Axis("cross", 1, 0, None)  # the ranks at this one's place in each node
 
     @property
     def describe(self) -> str:
@@ -46,6 +48,7 @@ class Mesh:
 
 _MESHES: dict[tuple[object, ...], Mesh] = {}
 _HOST_GROUPS: dict[tuple[str, object], dist.ProcessGroup] = {}  # (purpose, default group) -> group
+_LOCAL_SIZES: dict[tuple[object, int], list[int]] = {}  # default group, `local_size` -> that of every rank
 
 
 def default_device() -> torch.device:
@@ -72,7 +75,7 @@ def build_mesh(config: ShardConfig, mesh: Mesh | DeviceMesh | None = None, devic
         return _lone_mesh(config, device)
     world = dist.get_world_size()
     shard_size = _shard_size(config, world) if mesh is None else mesh.mesh.shape[-1]
-    per_node = node_size(config, shard_size)
+    per_node = node_size(config, shard_size, _local_size(config, world))
     key = (dist.group.WORLD, shard_size, per_node, device, config.timeout, mesh)
     if key not in _MESHES:
         timeout = timedelta(seconds=config.timeout) if config.timeout else None
@@ -98,7 +101,7 @@ def host_group(purpose: str, timeout: timedelta | None = None) -> dist.ProcessGr
 
 def let_go(mesh: Mesh) -> None:
     """Drop a mesh's references to its process groups; it can't be used any more."""
-    for axis in (mesh.shard, mesh.replicate, mesh.world, mesh.node):
+    for axis in (mesh.shard, mesh.replicate, mesh.world, mesh.node, mesh.cross):
         object.__setattr__(axis, "group", None)
     object.__setattr__(mesh, "control", None)
 
@@ -109,6 +112,7 @@ def let_go_of_all() -> None:
         let_go(mesh)
     _MESHES.clear()
     _HOST_GROUPS.clear()
+    _LOCAL_SIZES.clear()
 
 
 def _shard_size(config: ShardConfig, world: int) -> int:
@@ -116,7 +120,7 @@ def _shard_size(config: ShardConfig, world: int) -> int:
     if size is None:
         return world
     if size == "node":
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        size = local_size(world)
     assert isinstance(size, int)
     if size > world or world % size:
         raise ValueError(
@@ -126,11 +130,57 @@ def _shard_size(config: ShardConfig, world: int) -> int:
     return size
 
 
-def node_size(config: ShardConfig, shard_size: int) -> int:
-    """Return the ranks that share a secondary shard, 1 where there is none."""
-    size = config.secondary_shard_size
-    if size is None:
+def local_size(world: int) -> int:
+    """Return the ranks that the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def _local_size(config: ShardConfig, world: int) -> int:
+    """Return `local_size`; where the mesh depends on it, collective the first time, and the same on all ranks."""
+    communication = config.communication
+    asked = communication.gradients is not Codec.NONE and communication.node_size is None
+    if not asked or config.secondary_shard_size is not None:
+        return local_size(world)
+    key = dist.group.WORLD, local_size(world)
+    if key not in _LOCAL_SIZES:
+        _LOCAL_SIZES[key] = [0] * world
+        dist.all_gather_object(_LOCAL_SIZES[key], local_size(world))
+    sizes = _LOCAL_SIZES[key]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"communication.gradients: machines have different numbers of ranks ({min(sizes)} to {max(sizes)}); set "
+            "communication.node_size to the ranks that reduce among themselves first, or to 1 for a single hop."
+        )
+    return sizes[0]
+
+
+def first_hop(local: int, shard_size: int) -> int:
+    """Return the ranks of `shard` in one of several nodes of `local` ranks; 1 where it does not cut into nodes."""
+    return local if local < shard_size and shard_size % local == 0 else 1
+
+
+def node_size(config: ShardConfig, shard_size: int, local: int) -> int:
+    """Return the ranks of the axis `node`, 1 where nothing uses it; a node has `local` of all ranks.
+
+    It is the secondary shard's where there is one; else coded gradients have use of it, where `shard` leaves the node.
+    """
+    if config.secondary_shard_size is not None:
+        return _secondary_size(config.secondary_shard_size, shard_size)
+    communication = config.communication
+    if communication.gradients is Codec.NONE:
         return 1
+    size = communication.node_size
+    if size is None:
+        return first_hop(local, shard_size)
+    if shard_size % size:
+        raise ValueError(
+            f"communication.node_size: {size} does not divide the {shard_size} ranks that share a sharded copy; use "
+            f"{' or '.join(str(n) for n in range(1, shard_size + 1) if shard_size % n == 0)}, or leave it out."
+        )
+    return size if size < shard_size else 1
+
+
+def _secondary_size(size: int, shard_size: int) -> int:
     if size >= shard_size or shard_size % size:
         why = "is the shard itself" if size == shard_size else "does not divide them"
         divisors = " or ".join(str(n) for n in range(2, shard_size) if shard_size % n == 0)
@@ -142,7 +192,7 @@ def node_size(config: ShardConfig, shard_size: int) -> int:
 
 
 def _lone_mesh(config: ShardConfig, device: torch.device) -> Mesh:
-    node_size(config, _shard_size(config, 1))
+    node_size(config, _shard_size(config, 1), 1)
     one = [Axis(name, 1, 0, None) for name in ("shard", "replicate", "world")]
     return Mesh(one[0], one[1], one[2], None, device)
 
@@ -166,13 +216,20 @@ def _make_mesh(world: int, shard_size: int, per_node: int, device: torch.device,
     shard = _make_axis("shard", copies, timeout)
     replicate = _make_axis("replicate", [list(range(k, world, shard_size)) for k in range(shard_size)], timeout)
     whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
-    node = _make_node(copies, per_node, timeout)
-    return Mesh(shard, replicate, whole, _make_control(timeout), device, node)
+    node, cross = _make_node(copies, per_node, timeout)
+    return Mesh(shard, replicate, whole, _make_control(timeout), device, node, cross)
 
 
-def _make_node(copies: list[list[int]], size: int, timeout: timedelta | None) -> Axis:
-    """Make the axis of `size` neighbours in each list of ranks that share a copy. Collective over the world."""
-    return _make_axis("node", [copy[k : k + size] for copy in copies for k in range(0, len(copy), size)], timeout)
+def _make_node(copies: list[list[int]], size: int, timeout: timedelta | None) -> tuple[Axis, Axis]:
+    """Make the axes `node`, of `size` neighbours in each list of ranks that share a copy, and `cross`.
+
+    Collective over the world.
+    """
+    if size == 1:
+        return Axis("node", 1, 0, None), Axis("cross", 1, 0, None)
+    near = [copy[k : k + size] for copy in copies for k in range(0, len(copy), size)]
+    far = [copy[k::size] for copy in copies for k in range(size)]
+    return _make_axis("node", near, timeout), _make_axis("cross", far, timeout)
 
 
 def _from_device_mesh(mesh: DeviceMesh, per_node: int, device: torch.device, timeout: timedelta | None) -> Mesh:
@@ -191,5 +248,5 @@ def _from_device_mesh(mesh: DeviceMesh, per_node: int, device: torch.device, tim
     world = dist.get_world_size()
     whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
     replicate = axis("replicate", 0) if mesh.ndim == 2 else lone
-    node = _make_node(mesh.mesh.view(-1, mesh.size(-1)).tolist(), per_node, timeout)
-    return Mesh(axis("shard", mesh.ndim - 1), replicate, whole, _make_control(None), device, node)
+    node, cross = _make_node(mesh.mesh.view(-1, mesh.size(-1)).tolist(), per_node, timeout)
+    return Mesh(axis("shard", mesh.ndim - 1), replicate, whole, _make_control(None), device, node, cross)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ourshard.config import Accumulate, Codec, ShardConfig, Tier, flatten
+from ourshard.runtime.coded_gradients import in_two_hops
+from ourshard.runtime.mesh import first_hop, local_size
 from ourshard.runtime.placement import At
 
 if TYPE_CHECKING:
@@ -139,6 +141,14 @@ def _of_codecs(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "communication.weights", why
     if communication.gradients is not Codec.NONE and not any(lane.trainable for lane in coded):
         yield "communication.gradients", why
+    if _first_hop(engine) == first_hop(local_size(engine.mesh.world.size), engine.mesh.shard.size):
+        yield "communication.node_size", "it is what the launcher says"
+
+
+def _first_hop(engine: Engine) -> int:
+    """Return the ranks that reduce coded gradients first, where there is a second hop; else 1."""
+    node, cross = engine.mesh.node.size, engine.mesh.cross.size
+    return node if in_two_hops(engine.config, node, cross) else 1
 
 
 def _short(dtype: torch.dtype) -> str:

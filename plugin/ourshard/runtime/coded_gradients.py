@@ -1,0 +1,159 @@
+"""Reductions of gradients as blocks of few bits (qgZ), in one hop or two.
+
+Note [Coded gradients]
+----------------------
+With `communication.gradients` a lane of matrices is reduced over the shard axis by all-to-alls of messages. Codes and
+scales are in one buffer, so a hop is one collective; sums are in float32; a rank's own part is coded as all others are.
+
+One hop, where all ranks are in one node: each rank codes its whole gradient, a message for every rank, and takes the
+mean of what it receives.
+
+Two hops, where the shard axis spans N nodes of n ranks (`node` x `cross`, rank c n + i is rank i of node c):
+
+    codes of the whole, by rank          0,0  0,1  1,0  1,1        (node, rank in it), N = n = 2
+    put in the order of receivers        0,0  1,0  0,1  1,1
+    all-to-all in the node               rank i of it gets all  c,i
+    mean in float32, coded again         N parts
+    all-to-all between the nodes         node c gets  c,i : the mean is the shard
+
+So between nodes each rank sends 1/n of the bytes. A value is coded twice then, once for each hop.
+
+Over `replicate` what the rank keeps is reduced when syncing: an all-to-all of messages, the mean in float32, and a
+gather of the means, coded again, so that all replicas have the same bits. A shard that does not cut into whole blocks
+for each replica is padded with zeros.
+
+A block with a NaN or an infinity is NaN in the mean, which loss scalers and clipping see.
+Source: Wang et al., 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from ourshard.config import Codec, CommunicationConfig, ShardConfig
+from ourshard.runtime.codec import BlockCodec
+from ourshard.runtime.ledger import Kind
+
+if TYPE_CHECKING:
+    from ourshard.runtime.engine import Engine
+    from ourshard.runtime.mesh import Axis
+
+
+def gradient_codec(config: CommunicationConfig) -> BlockCodec | None:
+    """Return the codec of reductions."""
+    return None if config.gradients is Codec.NONE else BlockCodec(config.gradients, config.block)
+
+
+def replica_part(shard_numel: int, replicas: int, block: int) -> int:
+    """Return the elements of a shard that one replica reduces: whole blocks, the padding of the last counted."""
+    return -(-shard_numel // (replicas * block)) * block
+
+
+def in_two_hops(config: ShardConfig, node: int, cross: int) -> bool:
+    """Say whether reductions go over `node` and then `cross`, axes of these sizes."""
+    return node > 1 and cross > 1 and config.communication.node_size != 1
+
+
+class GradientCoder:
+    """Reduce the gradients of one lane coded: Note [Coded gradients]. All calls are on the reduce stream."""
+
+    def __init__(self, engine: Engine, codec: BlockCodec, label: str) -> None:
+        self.codec = codec
+        self._engine = engine
+        self._label = label
+
+    def mean_scatter(self, segment: torch.Tensor, whole: torch.Tensor) -> None:
+        """Leave the mean of this rank's part of `whole` over the shard axis in `segment`, a part of `whole`.
+
+        `whole` (numel of the lane) is used up.
+        """
+        axis = self._engine.mesh.shard
+        message = self.codec.nbytes(segment.numel())
+        with self._messages(axis.size * message, whole.device) as (sent, received):
+            if in_two_hops(self._engine.config, self._engine.mesh.node.size, self._engine.mesh.cross.size):
+                self._two_hops(segment, whole, sent, received)
+                return
+            self.codec.encode(whole, sent, parts=axis.size)
+            self._exchange(received, sent, axis)
+            self._mean_of(received, segment, axis.size)
+
+    def _two_hops(self, segment: torch.Tensor, whole: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> None:
+        node, cross = self._engine.mesh.node, self._engine.mesh.cross
+        message = sent.numel() // (node.size * cross.size)
+        self.codec.encode(whole, received, parts=node.size * cross.size)
+        _swap(received, sent, cross.size, node.size)
+        self._exchange(received, sent, node)
+        _swap(received, sent, node.size, cross.size)  # all that the node has for one receiver is together then
+        with self._sums(whole, segment.numel() * cross.size) as sums:
+            parts = sent.view(cross.size, -1)
+            for number, total in enumerate(sums.view(cross.size, -1)):
+                self.codec.decode_add(parts[number], total, 1 / node.size, parts=node.size)
+            outgoing, incoming = sent[: cross.size * message], received[: cross.size * message]
+            self.codec.encode(sums, outgoing, parts=cross.size)
+        self._exchange(incoming, outgoing, cross)
+        self._mean_of(incoming, segment, cross.size)
+
+    def mean_replicas(self, segment: torch.Tensor) -> None:
+        """Replace `segment`, what this rank keeps of the lane, by its mean over `replicate`."""
+        axis = self._engine.mesh.replicate
+        part = replica_part(segment.numel(), axis.size, self.codec.block)
+        message = self.codec.nbytes(part)
+        padded = segment
+        if part * axis.size > segment.numel():
+            padded = segment.new_zeros(part * axis.size)
+            padded[: segment.numel()].copy_(segment)
+        with self._messages(axis.size * message, segment.device) as (sent, received):
+            self.codec.encode(padded, sent, parts=axis.size)
+            self._exchange(received, sent, axis)
+            mean = torch.zeros(part, device=segment.device)
+            self.codec.decode_add(received, mean, 1 / axis.size, parts=axis.size)
+            own = sent[axis.rank * message : (axis.rank + 1) * message]
+            self.codec.encode(mean, own)
+            self._engine.collectives.all_gather(sent, own, axis, self._label)
+            self.codec.decode(sent, padded, parts=axis.size)
+        if padded is not segment:
+            segment.copy_(padded[: segment.numel()])
+
+    def _exchange(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis) -> None:
+        self._engine.collectives.all_to_all(received, sent, axis, self._label)
+
+    def _mean_of(self, messages: torch.Tensor, segment: torch.Tensor, count: int) -> None:
+        if segment.dtype == torch.float32:
+            self.codec.decode_add(messages, segment.zero_(), 1 / count, parts=count)
+            return
+        mean = torch.zeros_like(segment, dtype=torch.float32)
+        self.codec.decode_add(messages, mean, 1 / count, parts=count)
+        segment.copy_(mean)
+
+    @contextmanager
+    def _messages(self, nbytes: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Lend two buffers of messages; made, used and freed on one stream, so that its allocator has them back."""
+        sent = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
+        self._hold(2 * nbytes)
+        yield sent, received
+        self._hold(-2 * nbytes)
+
+    @contextmanager
+    def _sums(self, whole: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
+        """Lend zeros in float32 for the sums of a node: `whole` itself, which has been coded, where the dtype is so."""
+        if whole.dtype == torch.float32:
+            yield whole[:numel].zero_()
+            return
+        sums = torch.zeros(numel, device=whole.device)
+        self._hold(sums.nbytes)
+        yield sums
+        self._hold(-sums.nbytes)
+
+    def _hold(self, nbytes: int) -> None:
+        if self._engine.ledger is not None:
+            self._engine.ledger.hold(Kind.REDUCE, nbytes)
+
+
+def _swap(messages: torch.Tensor, out: torch.Tensor, rows: int, columns: int) -> None:
+    """Copy rows x columns messages of equal size into `out`, columns first."""
+    out.view(columns, rows, -1).copy_(messages.view(rows, columns, -1).transpose(0, 1))
