@@ -2,52 +2,28 @@
 
     torchrun --nproc_per_node 2 benchmarks/trace.py --engine ourshard3 --work llama-1b
 
-Kernels and copies are put into groups. Each moment of the step belongs to the first group of this order that is at
-work: products and attention, other compute, optimizer, copies, communication; or to none, which is the host's gap. What
-communication has for itself is exposed. `busy` is the time of a group counted alone, also beside others.
+Kernels and copies are put into groups, and each moment of the step is given to one: Note [Shares] in
+`ourshard/runtime/timeline.py`. In a Trainer, `ShardProfilerCallback` does this.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from engines import ENGINES, Phases
+from ourshard.runtime import timeline
 from rich.console import Console
 from rich.table import Table
 from run_one import bypass_mask_builder
 from works import WORKS
-
-Span = tuple[float, float]  # start and end, milliseconds
-
-# The first group whose word is in a kernel's name has it.
-GROUPS = {
-    "gather and reduce (NCCL)": ("nccl",),
-    "barriers of peers": ("barrier",),
-    "copies between GPUs": ("memcpy ptop", "memcpy peer"),
-    "mean of gradients": ("mean_into", "_mean"),
-    "products and attention": ("gemm", "cutlass", "flash", "nvjet", "sm90_", "sm80_", "fmha", "cublas"),
-    "optimizer and norm": ("adam", "multi_tensor", "lpnorm", "foreach"),
-    "copies and casts": ("memcpy", "copy", "memset", "fillfunctor"),
-}
-OTHER = "other compute"
-ORDER = (
-    "products and attention",
-    OTHER,
-    "optimizer and norm",
-    "copies and casts",
-    "mean of gradients",
-    "copies between GPUs",
-    "gather and reduce (NCCL)",
-    "barriers of peers",
-)
 
 
 def main() -> None:
@@ -87,53 +63,17 @@ def trace(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, 
         for _ in range(options.steps):
             step(ids)
         torch.cuda.synchronize()
-    spans: dict[str, list[Span]] = defaultdict(list)
+    spans: dict[str, list[timeline.Span]] = defaultdict(list)
     names: dict[str, float] = defaultdict(float)
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.device_type().name != "CUDA" or event.duration_ns() == 0:
             continue
         start = event.start_ns() / 1e6
-        spans[group_of(event.name())].append((start, start + event.duration_ns() / 1e6))
+        spans[timeline.gpu_group_of(event.name())].append((start, start + event.duration_ns() / 1e6))
         names[event.name()] += event.duration_ns() / 1e6 / options.steps
     top = sorted(names.items(), key=lambda item: -item[1])[:22]
-    return shares(spans, options.steps), top
-
-
-def group_of(name: str) -> str:
-    lowered = name.lower()
-    for group, words in GROUPS.items():
-        if any(word in lowered for word in words):
-            return group
-    return OTHER
-
-
-def shares(spans: dict[str, list[Span]], steps: int) -> dict[str, Any]:
-    """Give each moment to the first group of `ORDER` at work; what is left between first and last kernel is a gap."""
-    taken: list[Span] = []
-    alone: dict[str, float] = {}
-    for group in ORDER:
-        before = length(taken)
-        taken = union([*taken, *spans.get(group, [])])
-        alone[group] = (length(taken) - before) / steps
-    total = (taken[-1][1] - taken[0][0]) / steps
-    alone["gaps of the host"] = total - length(taken) / steps
-    busy = {group: sum(end - start for start, end in spans.get(group, [])) / steps for group in ORDER}
-    return {"step_ms": total, "share_ms": alone, "busy_ms": busy}
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """Return sorted spans that do not overlap and cover the same time."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in spans)
+    found = timeline.shares(spans, timeline.GPU_ORDER, options.steps)
+    return dataclasses.asdict(found), top
 
 
 def show(options: argparse.Namespace, figures: dict[str, Any], top: list[tuple[str, float]]) -> None:

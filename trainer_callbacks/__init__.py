@@ -9,6 +9,7 @@ _EXPORTS = {
     "ShardCheckpointCallback": "ourshard.trainer_callbacks.checkpoint",
     "ShardEMACallback": "ourshard.trainer_callbacks.ema",
     "ShardMonitorCallback": "ourshard.trainer_callbacks.monitor",
+    "ShardProfilerCallback": "ourshard.trainer_callbacks.profiler",
     "ShardSentinelCallback": "ourshard.trainer_callbacks.sentinel",
 }
 

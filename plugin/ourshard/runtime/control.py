@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.meter import Meter, Spent
+from ourshard.runtime.streams import profiler_range
 
 logger = logging.getLogger("ourshard")
 
@@ -247,7 +248,7 @@ class Control:
     def _wait(self, work: dist.Work, label: str) -> None:
         assert self._watch is not None
         measured = nullcontext() if self.meter is None else self.meter.span(Spent.AGREE, label)
-        with measured, self._watch.waiting(label):
+        with measured, profiler_range("ourshard::agree"), self._watch.waiting(label):
             while not self._done(work):
                 others = self._watch.others()
                 if len(others) == self.world - 1 and any(said != label for said in others.values()):

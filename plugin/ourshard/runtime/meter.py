@@ -141,6 +141,7 @@ class Measuring:
 
     def __init__(self, streams: Streams, parts: Iterable[Any]) -> None:
         self.meter: Meter | None = None
+        self.watched = False  # the phase that runs, by a meter or a profiler; asked once a phase, not by each unit
         self._streams = streams
         self._parts = tuple(parts)  # that wait, and tell the meter
         self._users = 0
@@ -167,6 +168,7 @@ class Measuring:
 
     def begin_phase(self, name: str, counts: bool = True) -> None:
         """Open a forward or backward; one that does not count is left out with all that happens in it."""
+        self.watched = self.meter is not None or torch.autograd._profiler_enabled()
         if self.meter is not None:
             self.meter.muted = not counts
             self._phase = self.meter.open(Spent.PHASE, name)

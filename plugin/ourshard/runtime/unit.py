@@ -196,12 +196,12 @@ class Unit:
     def before_forward(self) -> None:
         self.require()
         self.install()
-        if not self.engine.phase_is_backward:  # else a recomputation, a part of the backward
+        if not self.engine.phase_is_backward and self.engine.measuring.watched:
             self._open_passage("forward")
 
     def after_forward(self, has_backward: bool) -> None:
         """Release, unless a backward is running, or will come soon and `reshard_after_forward` is off."""
-        if not self.engine.phase_is_backward:
+        if self._passage is not None and not self.engine.phase_is_backward:  # else a recomputation, part of a backward
             self._close_passage()
         if self._more_to_come():
             return
@@ -227,14 +227,13 @@ class Unit:
             visit_tensors(outputs, look)
 
     def _open_passage(self, phase: str) -> None:
-        meter = self.engine.measuring.meter
-        if self._passage is None and (meter is not None or torch.autograd._profiler_enabled()):
-            self._passage = Passage(meter, phase, self.label)
+        if self._passage is None:
+            self._passage = Passage(self.engine.measuring.meter, phase, self.label)
 
     def _close_passage(self) -> None:
-        if self._passage is not None:
-            passage, self._passage = self._passage, None
-            passage.close()
+        assert self._passage is not None
+        passage, self._passage = self._passage, None
+        passage.close()
 
     def _more_to_come(self) -> bool:
         """Say whether other modules of a merged unit are still to run in this pass."""
@@ -265,7 +264,8 @@ class Unit:
         if not self.running:
             self.require()
             self.install()
-            self._open_passage("backward")
+            if self.engine.measuring.watched:
+                self._open_passage("backward")
         self.running = True
 
     def after_backward(self, call: Call) -> None:
@@ -275,7 +275,8 @@ class Unit:
         if self.recomputes or len(self.calls):
             return
         self.running = False
-        self._close_passage()
+        if self._passage is not None:
+            self._close_passage()
         if self.engine.reduces_now(self):
             self.engine.schedule.need(Action.REDUCE, self)
         else:
@@ -298,7 +299,8 @@ class Unit:
         for call in list(self.calls):
             if call.begun:
                 self.calls.discard(call)
-        self._close_passage()
+        if self._passage is not None:
+            self._close_passage()
         self.running = False
         self.passed = self.recomputes = 0
 

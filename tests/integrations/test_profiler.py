@@ -1,0 +1,82 @@
+"""`ShardProfilerCallback`: the window and nothing else is recorded, and the table says where a slow step went."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ourshard.trainer_callbacks import ShardProfilerCallback
+
+from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, quiet
+
+NAP = 0.05  # seconds that block 1 of rank 1 sleeps in forward
+SLOW = "model.layers.1"
+
+
+def train(folder: str, steps: int, shard: dict[str, Any] | None) -> dict[str, Any]:
+    """Profile steps 3 and 4; return what was told, and in which steps a profiler was at work."""
+    from dataclasses import asdict
+
+    import torch.distributed as dist
+    from transformers import Trainer
+
+    quiet()
+    enable(shard)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    at_work: list[bool] = []
+
+    model = llama()
+    model.register_forward_pre_hook(lambda module, inputs: at_work.append(torch.autograd._profiler_enabled()))
+    if world > 1 and dist.get_rank() == 1:
+        dict(model.named_modules())[SLOW].register_forward_pre_hook(lambda module, inputs: time.sleep(NAP))
+    profiler = ShardProfilerCallback(wait=1, warmup=1, active=2)
+    args = arguments(Case(steps=steps), Path(folder), world)
+    Trainer(model, args, train_dataset=Tokens(ROWS), callbacks=[profiler]).train()
+    return {"profiles": [asdict(each) for each in profiler.profiles], "at_work": at_work}
+
+
+@pytest.mark.ranks
+def test_the_window_is_recorded_by_rank_and_unit_and_says_where_the_time_went(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2)(train, str(tmp_path), 6, {"stage": 3, "persist_below": 64})
+    assert first["at_work"] == [False, False, True, True, False, False]
+    assert first["profiles"] == second["profiles"]
+    quick, slow = first["profiles"]
+    for each in (quick, slow):
+        assert sum(each["parts"].values()) == pytest.approx(each["step_ms"], rel=0.01)
+        assert all(each["parts"][part] > 0 for part in ("compute", "exposed gather", "exposed reduce", "optimizer"))
+        assert set(each["units"]) == {"model.layers.0", SLOW, "the root unit"}
+        assert all(each["units"][SLOW][column] > 0 for column in ("forward", "backward", "gather", "reduce"))
+    assert slow["units"][SLOW]["forward"] > 1e3 * NAP > quick["units"][SLOW]["forward"]
+    assert slow["parts"]["gaps of the host"] > 1e3 * NAP  # it slept
+    waited = ("exposed gather", "exposed reduce", "agreements of the host")
+    assert sum(quick["parts"][part] - slow["parts"][part] for part in waited) > 0.5e3 * NAP
+
+    folder = tmp_path / "profile"
+    assert json.loads((folder / "profile.json").read_text()) == first["profiles"]
+    for rank in range(2):
+        trace = json.loads(gzip.decompress((folder / f"trace-rank-{rank}.json.gz").read_bytes()))
+        names = [event.get("name") for event in trace["traceEvents"]]
+        assert names.count(f"ourshard::forward {SLOW}") == 2
+
+
+def test_training_that_ends_early_leaves_no_profiler_and_no_table(tmp_path: Path) -> None:
+    found = train(str(tmp_path), 3, None)
+    assert found == {"profiles": [], "at_work": [False, False, True]}
+    assert not torch.autograd._profiler_enabled()
+    assert not (tmp_path / "profile").exists()
+
+
+def test_without_ourshard_there_are_parts_and_no_units(tmp_path: Path) -> None:
+    (only,) = train(str(tmp_path), 4, None)["profiles"]
+    assert only["units"] == {}
+    assert only["parts"]["compute"] > only["parts"]["exposed gather"] == 0
+
+
+def test_a_window_of_no_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="active=0"):
+        ShardProfilerCallback(active=0)
