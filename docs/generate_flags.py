@@ -63,7 +63,6 @@ TRIED: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "nvme": {"offload.params": "nvme", "offload.optimizer": "cpu", "offload.nvme_path": "/tmp"},
         "": {"offload.params": "cpu"},
     },
-    "offload.optimizer_ratio": {"": {"offload.optimizer_ratio": 0.5, "offload.optimizer": "cpu"}},
     "communication.weights": {"auto": {"communication.weights": "auto"}},
     "communication.gradients": {"auto": {"communication.gradients": "auto"}},
     "communication.error_feedback": {"": {"communication.error_feedback": True, "communication.gradients": "int8"}},

@@ -71,6 +71,8 @@ def bytes_by_kind(config: dict[str, Any]) -> dict[str, Any]:
         "held": engine.ledger.held,
         "total": engine.ledger.held_total,
         "shards": sum(lane.layout.shard_numel for lane in lanes),
+        "left": sum(lane.layout.shard_numel for lane in lanes if lane.offloaded),
+        "shortest": min((lane.layout.shard_numel for lane in lanes if not lane.offloaded), default=0),
         "taken": engine.host.nbytes if engine.host else 0,
         "moments": sum(v.nbytes for s in optimizer.state.values() for k, v in s.items() if k == "exp_avg"),
     }
@@ -89,6 +91,34 @@ def test_the_host_has_master_and_gradient_and_the_device_a_shard_in_compute_dtyp
     for here in ranks(2)(bytes_by_kind, config):
         assert here["held"]["master"] == 4 * here["shards"]
         assert here["held"]["host"] == here["held"]["shard"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_of_the_masters_leaves_and_the_numbers_stay(ranks, tmp_path, stage):
+    task = llama_task(optimizer=adamw, accumulate=2, clip=0.5, steps=3)
+    plain = {"stage": stage, "persist_below": 0, "precision": BF16}
+    tiers = {"cpu": {"optimizer": "cpu"}, "nvme": {"optimizer": "nvme", "nvme_path": str(tmp_path)}}
+    parts = {
+        f"{t} {r}": {**plain, "offload": {**o, "optimizer_ratio": r}} for t, o in tiers.items() for r in (0.3, 0.8)
+    }
+    for results in ranks(2)(train_all, task, {"all here": plain, **parts}, timeout=90):
+        here = results.pop("all here")
+        for name, result in results.items():
+            assert result.losses == here.losses, name
+            assert result.norms == here.norms, name
+            assert all(torch.equal(value, result.state[key]) for key, value in here.state.items()), name
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.6, 1.0])
+def test_no_more_than_the_ratio_leaves_and_each_byte_is_where_it_should_be(ranks, ratio):
+    config = {"stage": 3, "persist_below": 0, "precision": BF16, "offload": {**CPU, "optimizer_ratio": ratio}}
+    for seen in ranks(2)(bytes_by_kind, config):
+        held, shards, left = seen["held"], seen["shards"], seen["left"]
+        assert left <= ratio * shards
+        assert left >= ratio * shards - seen["shortest"]
+        assert held["host"] == seen["taken"] == 8 * left
+        assert held["shard"] == 2 * left
+        assert held["master"] == 4 * (shards - left)
 
 
 def frozen_bytes(offload: dict[str, str]) -> tuple[dict[str, int], int, float]:
@@ -186,7 +216,7 @@ def test_a_checkpoint_moves_between_host_and_device(ranks, tmp_path):
         ({"stage": 0, "offload": CPU}, "at stage 0 masters are whole"),
         ({"stage": 3, "offload": {"params": "cpu"}}, "needs offload.optimizer: cpu"),
         ({"stage": 3, "offload": {**CPU, "params": "nvme", "nvme_path": "/tmp"}}, "nvme is not available"),
-        ({"stage": 3, "offload": {"optimizer": "cpu", "optimizer_ratio": 0.5}}, "use 1.0"),
+        ({"stage": 3, "offload": {**BOTH, "optimizer_ratio": 0.5}}, "use 1.0"),
     ],
 )
 def test_what_is_not_there_is_refused_on_every_rank(ranks, config, said):

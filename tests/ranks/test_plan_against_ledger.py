@@ -107,6 +107,7 @@ HALF = {"precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
 SMALL = {"persist_below": 100}
 CPU = {"offload": {"optimizer": "cpu"}}
 BOTH = {"offload": {"optimizer": "cpu", "params": "cpu"}}
+HALF_CPU = {"offload": {"optimizer": "cpu", "optimizer_ratio": 0.5}}
 INT8 = {"communication": {"weights": "int8"}}
 GRADS = {"communication": {"gradients": "int8", "block": 64}}
 BOTH_INT8 = {"weights": "int8", "gradients": "int8"}
@@ -142,6 +143,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "stage 2, optimizer on the host, 16 bits": ({"stage": 2, **CPU, **HALF}, "", 1),
     "stage 3, optimizer on the host": ({"stage": 3, **CPU}, "", 1),
     "stage 3, optimizer on the host, 16 bits": ({"stage": 3, **CPU, **HALF}, "", 2),
+    "stage 3, half of it on the host": ({"stage": 3, **HALF_CPU}, "", 2),
     "stage 3, all on the host": ({"stage": 3, **BOTH}, "", 2),
     "stage 3, all on the host, 16 bits, frozen base": ({"stage": 3, **BOTH, **HALF}, "frozen base", 1),
 }

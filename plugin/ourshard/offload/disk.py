@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ourshard.offload.file import DiskFile
 from ourshard.offload.preflight import check_disk
-from ourshard.offload.windows import Passage, Stream, Window, states_of
+from ourshard.offload.windows import Stream, Transit, Window, states_of
 from ourshard.runtime.disk import WINDOWS, padded
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
@@ -101,38 +101,38 @@ class ShardDisk:
 
     def bring(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, torch.Tensor]]:
         """Yield each lane that has a gradient, with its master, while it is in a window."""
-        passages = [Passage(self._file_of(lane), optimizer) for lane in lanes if _has_gradient(optimizer, lane)]
+        transits = [Transit(self._file_of(lane), optimizer) for lane in lanes if _has_gradient(optimizer, lane)]
         failure: str | None = None
         try:
             self.check()
-            yield from self._pass(passages)
+            yield from self._pass(transits)
         except (OSError, RuntimeError) as problem:
             if not isinstance(problem, OSError) and self._lost is None:
                 raise
             failure = str(problem)
         self._agree(failure)
 
-    def _pass(self, passages: list[Passage]) -> Iterator[tuple[Lane, torch.Tensor]]:
+    def _pass(self, transits: list[Transit]) -> Iterator[tuple[Lane, torch.Tensor]]:
         try:
-            self._begin(passages, 0)
-            for number, passage in enumerate(passages):
-                self._begin(passages, number + 1)
-                master = passage.enter()
+            self._begin(transits, 0)
+            for number, transit in enumerate(transits):
+                self._begin(transits, number + 1)
+                master = transit.enter()
                 try:
-                    yield passage.lane, master
+                    yield transit.lane, master
                 finally:  # after a step that failed too: in memory, too, what it changed would stay changed
                     with self._streams.gather():
                         self._windows[number % WINDOWS].sent = self._streams.event()
-                    passage.leave()
+                    transit.leave()
         finally:
             self._wait()
 
-    def _begin(self, passages: list[Passage], number: int) -> None:
+    def _begin(self, transits: list[Transit], number: int) -> None:
         """Begin to read a lane, once the lane that was in its window has left it."""
-        if number < len(passages):
+        if number < len(transits):
             window = self._windows[number % WINDOWS]
             window.wait()
-            passages[number].begin(window)
+            transits[number].begin(window)
 
     def _wait(self) -> None:
         """Return when no window is read or written; raise the first failure."""

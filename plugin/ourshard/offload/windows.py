@@ -60,7 +60,7 @@ class Window:
                 self.sent = None
 
 
-class Passage:
+class Transit:
     """One lane on its way through a window during one step: `begin`, `enter`, `leave`. Note [Windows]."""
 
     def __init__(self, file: LaneFile, optimizer: Optimizer) -> None:

@@ -15,9 +15,9 @@ from ourshard.runtime.build import _merge_numel, plan_lanes
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
-from ourshard.runtime.host import is_on_disk, is_on_host, refuse_nvme
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
+from ourshard.runtime.tiers import refuse_nvme, with_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,9 @@ def plan_model(
     )
     reduce_dtype = _dtype(config.precision.reduce_dtype)
     units = []
-    for entry in take_stock(model, config.wrap, _merge_numel(settings)):
-        layout = plan_lanes(entry.parameters, settings)
+    stock = take_stock(model, config.wrap, _merge_numel(settings))
+    layouts = with_tiers([plan_lanes(entry.parameters, settings) for entry in stock], config.offload)
+    for entry, layout in zip(stock, layouts, strict=True):
         lanes = tuple(_lane(lane, reduce_dtype, config, rooted=entry.rooted) for lane in layout.lanes)
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
         units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
@@ -159,8 +160,8 @@ def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig, *,
         compute_nbytes=key.compute_dtype.itemsize,
         store_nbytes=key.store_dtype.itemsize,
         reduce_nbytes=reduce.itemsize,
-        on_host=is_on_host(key.placement, key.trainable, offload),
-        on_disk=is_on_disk(key.placement, key.trainable, offload),
+        on_host=key.tier is not Tier.NONE,
+        on_disk=key.tier is Tier.NVME,
         shard_on_host=offload.params is Tier.CPU,
         coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded else 0,
         grad_codec=grad_codec if key.coded and key.trainable else None,

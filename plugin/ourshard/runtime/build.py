@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,7 +20,6 @@ from ourshard.runtime.coded import can_code, weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.disk import open_disk
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.host import is_on_disk, refuse_nvme
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_store import LaneKey, master_dtype_of
@@ -29,6 +29,7 @@ from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.placement import At, Placement, placement_of
 from ourshard.runtime.recompute import recompute_in_backward
+from ourshard.runtime.tiers import lane_key, refuse_nvme, with_tiers
 from ourshard.runtime.unit import Unit
 
 
@@ -36,13 +37,14 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     """Shard `model` in place and return its engine. Collective; raises `ValueError` on all ranks if one can't go on."""
     engine = Engine(model, config, mesh, cast_small=cast_small, ledger=Ledger() if config.ledger else None)
     stock = _checked_stock(model, engine)
+    layouts = with_tiers([plan_lanes(entry.parameters, engine) for entry in stock], config.offload)
     if config.offload.optimizer is Tier.NVME:
-        engine.disk = open_disk(engine, _masters_nbytes(stock, engine))
+        engine.disk = open_disk(engine, _masters_nbytes(layouts))
     readable = _readable(stock, engine)
-    for index, entry in enumerate(stock):
+    for index, (entry, layout) in enumerate(zip(stock, layouts, strict=True)):
         unit = Unit(engine, index, entry.name, entry.modules, rooted=entry.rooted)
         engine.units.append(unit)
-        unit.build(plan_lanes(entry.parameters, engine), entry.parameters)
+        unit.build(layout, entry.parameters)
         for lane in unit.lanes:
             _fill(lane, engine, readable)
         unit.take_over()
@@ -74,12 +76,10 @@ def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
     return UnitLayout(tuple(lanes))
 
 
-def _masters_nbytes(stock: list[UnitParameters], engine: Engine) -> int:
-    """Return the bytes that this rank's masters of sharded parameters will need, without padding."""
-    parameters = [parameter for entry in stock for parameter in entry.parameters]
-    keys = [(parameter, _lane_key(parameter, engine)) for parameter in parameters]
-    stepped = [(p, key) for p, key in keys if is_on_disk(key.placement, key.trainable, engine.config.offload)]
-    return sum(-(-p.numel // engine.mesh.shard.size) * key.store_dtype.itemsize for p, key in stepped)
+def _masters_nbytes(layouts: Sequence[UnitLayout]) -> int:
+    """Return the bytes of this rank's masters that rest on the disk."""
+    lanes = [lane for unit in layouts for lane in unit.lanes if lane_key(lane).tier is Tier.NVME]
+    return sum(lane.shard_numel * lane_key(lane).store_dtype.itemsize for lane in lanes)
 
 
 def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
@@ -94,7 +94,8 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
             compute = engine.param_dtype
         if trainable:
             store = master_dtype_of(parameter.dtype, engine.master_dtype)
-    return LaneKey(placement, store, compute, trainable, _is_coded(parameter, placement, compute, engine))
+    coded = _is_coded(parameter, placement, compute, engine)
+    return LaneKey(placement, store, compute, trainable, coded=coded)
 
 
 def _is_coded(parameter: Parameter, placement: Placement, compute: torch.dtype, engine: Engine) -> bool:
@@ -268,8 +269,11 @@ def _refuse_tiers(engine: Engine) -> None:
         raise ValueError(
             "offload.params: cpu needs offload.optimizer: cpu (or nvme) in this version, since masters have the values."
         )
-    if offload.active and offload.optimizer_ratio != 1.0:
-        raise ValueError("offload.optimizer_ratio: in this version all masters leave the device; use 1.0.")
+    if offload.params is not Tier.NONE and offload.optimizer_ratio != 1.0:
+        raise ValueError(
+            f"offload.optimizer_ratio: {offload.optimizer_ratio} keeps masters on the device, and with offload.params: "
+            f"{offload.params.value} no parameter is to rest there; use 1.0, or offload.params: none."
+        )
     if offload.active and engine.config.stage == 0:
         raise ValueError("offload.optimizer: at stage 0 masters are whole on every rank; use stage 1, 2 or 3.")
     if offload.active and device.type == "cuda" and engine.param_dtype is torch.float16:

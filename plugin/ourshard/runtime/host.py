@@ -24,29 +24,9 @@ import weakref
 
 import torch
 
-from ourshard.config import OffloadConfig, Tier
-from ourshard.runtime.placement import At, Placement
-
 logger = logging.getLogger("ourshard")
 
 _PAGE = 4096
-
-
-def is_on_host(placement: Placement, trainable: bool, offload: OffloadConfig) -> bool:
-    """Say whether a lane's master is not on the device: Note [Masters on the host]."""
-    tier = offload.optimizer if trainable else offload.params
-    return tier is not Tier.NONE and placement.master is At.SHARD
-
-
-def is_on_disk(placement: Placement, trainable: bool, offload: OffloadConfig) -> bool:
-    """Say whether such a master rests in a file."""
-    return trainable and offload.optimizer is Tier.NVME and placement.master is At.SHARD
-
-
-def refuse_nvme(offload: OffloadConfig) -> None:
-    """Raise ValueError for the tier that this version does not have."""
-    if offload.params is Tier.NVME:
-        raise ValueError("offload.params: nvme is not available in this version; use cpu.")
 
 
 class HostMemory:

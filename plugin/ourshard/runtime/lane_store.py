@@ -32,7 +32,6 @@ from ourshard.runtime.buffer import Slot
 from ourshard.runtime.coded import codes_now, gather_coded, weight_codec
 from ourshard.runtime.coded_gradients import GradientCoder, gradient_codec
 from ourshard.runtime.handle import become_handle
-from ourshard.runtime.host import is_on_disk, is_on_host
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
@@ -52,6 +51,7 @@ class LaneKey:
     store_dtype: torch.dtype  # of the master
     compute_dtype: torch.dtype
     trainable: bool
+    tier: Tier = Tier.NONE  # where the master rests: set for whole layouts, by tiers.py
     coded: bool = False  # travels as blocks of few bits where a codec is set: coded.py, coded_gradients.py
 
 
@@ -73,8 +73,8 @@ class LaneStore:
         self.device = mesh.device
         self.rank = mesh.world.rank
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
-        self.offloaded = is_on_host(self.placement, self.trainable, unit.engine.config.offload)
-        self.on_disk = is_on_disk(self.placement, self.trainable, unit.engine.config.offload)
+        self.offloaded = key.tier is not Tier.NONE
+        self.on_disk = key.tier is Tier.NVME
         self.stale = True  # `full` does not show the masters
         self.sent = False  # though stale, what `fill` copies from shows them: `send_up` was called since
         communication = unit.engine.config.communication

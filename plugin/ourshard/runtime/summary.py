@@ -59,7 +59,14 @@ def _tiers(engine: Engine) -> str:
     offload = engine.config.offload
     if not offload.active:
         return "all on the device"
-    return f"masters and optimizer on {names[offload.optimizer]}, parameters on {names[offload.params]}"
+    part = "" if offload.optimizer_ratio == 1.0 else f"{_part_that_left(engine):.0%} of "
+    return f"{part}masters and optimizer on {names[offload.optimizer]}, parameters on {names[offload.params]}"
+
+
+def _part_that_left(engine: Engine) -> float:
+    """Return the part of the sharded elements whose masters are not on the device."""
+    lanes = [lane for lane in engine.lanes() if lane.trainable and not lane.placement.whole]
+    return sum(x.layout.numel for x in lanes if x.offloaded) / max(1, sum(x.layout.numel for x in lanes))
 
 
 def _memory(engine: Engine, lanes: list[Lane]) -> str:
@@ -126,7 +133,9 @@ def _of_host(engine: Engine) -> Iterator[tuple[str, str]]:
         return
     if engine.mesh.device.type != "cuda":
         yield "offload.pin_memory", "without a GPU nothing is pinned"
-    if not any(lane.offloaded for lane in engine.lanes()):
+    if not any(lane.offloaded for lane in engine.lanes()) and engine.config.offload.optimizer_ratio < 1.0:
+        yield "offload.optimizer", "no lane is as short as the optimizer_ratio of all elements"
+    elif not any(lane.offloaded for lane in engine.lanes()):
         yield "offload.optimizer", "no trainable parameter is as large as persist_below, and small ones stay"
 
 

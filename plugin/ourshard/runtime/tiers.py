@@ -1,0 +1,63 @@
+"""Which tier the master of each lane rests on.
+
+Note [Part of the masters]
+--------------------------
+With an `offload.optimizer_ratio` below 1 some lanes keep master, gradient and state on the device, as without offload,
+and step there while the CPU steps the others. Lanes are not cut for it: those that leave are chosen from the longest
+to the shortest, as long as no more than the ratio of all elements leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ourshard.config import OffloadConfig, Tier
+from ourshard.runtime.lane_store import LaneKey
+from ourshard.runtime.layout import LaneLayout, UnitLayout
+from ourshard.runtime.placement import At
+
+
+def refuse_nvme(offload: OffloadConfig) -> None:
+    """Raise ValueError for the tier that this version does not have."""
+    if offload.params is Tier.NVME:
+        raise ValueError("offload.params: nvme is not available in this version; use cpu.")
+
+
+def with_tiers(layouts: Sequence[UnitLayout], offload: OffloadConfig) -> list[UnitLayout]:
+    """Return the layouts of all units with the tier of each lane in its key; the same on every rank."""
+    stepped = [lane for unit in layouts for lane in unit.lanes if _is_shard(lane) and lane_key(lane).trainable]
+    leaving = _part(stepped, offload.optimizer_ratio)
+
+    def tier_of(lane: LaneLayout) -> Tier:
+        if not _is_shard(lane):
+            return Tier.NONE
+        if not lane_key(lane).trainable:
+            return offload.params
+        return offload.optimizer if id(lane) in leaving else Tier.NONE
+
+    return [
+        UnitLayout(tuple(replace(lane, key=replace(lane_key(lane), tier=tier_of(lane))) for lane in unit.lanes))
+        for unit in layouts
+    ]
+
+
+def _part(lanes: Sequence[LaneLayout], ratio: float) -> set[int]:
+    """Return the ids of the lanes that leave: Note [Part of the masters]."""
+    left = ratio * sum(lane.numel for lane in lanes)
+    leaving = set()
+    for lane in sorted(lanes, key=lambda lane: -lane.numel):
+        if lane.numel <= left:
+            left -= lane.numel
+            leaving.add(id(lane))
+    return leaving
+
+
+def _is_shard(lane: LaneLayout) -> bool:
+    return lane_key(lane).placement.master is At.SHARD
+
+
+def lane_key(lane: LaneLayout) -> LaneKey:
+    """Return the key of a lane of a model, whose layout knows it as any key."""
+    assert isinstance(lane.key, LaneKey)
+    return lane.key
