@@ -116,10 +116,11 @@ def test_every_dtype_of_safetensors_is_written_as_the_library_reads_it(tmp_path:
     assert [entry.name for entry in read_header(tmp_path / "x.safetensors").entries] == [e.name for e in layout.entries]
 
 
-def header(change: Any) -> bytes:
-    """Return a file of one tensor whose header was tampered with."""
+def header(change: Any, twice: bool = False) -> bytes:
+    """Return a file of one tensor whose header was tampered with; `twice`: the same entry is in it two times."""
     table = {"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
     text = json.dumps(change(table)).encode()
+    text = text[:-1] + b"," + text[1:] if twice else text
     return struct.pack("<Q", len(text)) + text + bytes(16)
 
 
@@ -137,6 +138,8 @@ BAD_FILES = {
     "offsets backwards": header(lambda t: {"w": {**t["w"], "data_offsets": [16, 0]}}),
     "a gap": header(lambda t: {"w": {**t["w"], "data_offsets": [0, 8], "shape": [2]}}),
     "an overlap": header(lambda t: {**t, "v": t["w"]}),
+    "a name twice": header(lambda t: t, twice=True),
+    "a length that is no number": header(lambda t: {"w": {**t["w"], "shape": [float("nan")]}}),
     "no offsets": header(lambda t: {"w": {"dtype": "F32", "shape": [2, 2]}}),
     "metadata that is no text": header(lambda t: {**t, "__metadata__": {"a": [1]}}),
 }

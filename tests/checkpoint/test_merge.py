@@ -100,6 +100,55 @@ def test_an_adapter_alone_is_merged_into_the_base_it_is_given(tmp_path: Path, dt
         convert(tmp_path / "adapter", tmp_path / "bad", to="safetensors", merge_adapter=True)
 
 
+@pytest.mark.parametrize("options", [{"bias": "all"}, {"bias": "lora_only"}, {"modules_to_save": ["head"]}])
+def test_what_an_adapter_trained_whole_takes_the_place_of_the_bases(tmp_path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    (tmp_path / "base").mkdir()
+    save_file(
+        {name: tensor.clone() for name, tensor in net.state_dict().items()}, tmp_path / "base" / "model.safetensors"
+    )
+    model = peft.get_peft_model(net, peft.LoraConfig(r=3, target_modules=["body"], **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter")
+    convert(tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_adapter=True, base=tmp_path / "base")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    expected = model.merge_and_unload().state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "init_lora_weights=pissa_niter_4, which changes the",
+        ),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"lora_bias": True}, "lora_bias is set"),
+        ({"trainable_token_indices": {"embed": [1]}}, "LoRA with trained tokens"),
+        ({"alora_invocation_tokens": [1, 2]}, "aLoRA"),
+        ({"peft_type": "VERA"}, "an adapter of type VERA"),
+    ],
+)
+def test_an_adapter_that_is_more_than_a_sum_of_matrices_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    model, _, _ = make_peft(target_modules=["body"])
+    model.save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    (tmp_path / "base").mkdir()
+    save_file({"body.weight": torch.zeros(7, 6)}, tmp_path / "base" / "model.safetensors")
+    with pytest.raises(ValueError, match=words):
+        convert(tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_adapter=True, base=tmp_path / "base")
+
+
 def test_blocks_of_rows_give_the_same_as_the_whole(tmp_path: Path) -> None:
     _, weights, config = make_peft(target_modules=["body", "conv"], fan_in_fan_out=False)
     save_ours(tmp_path / "ours", weights, config)

@@ -21,6 +21,23 @@ _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>\w+?)(\.(?P<adapter>[^.]+))?(\.weight)?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _ORIGINAL = ".original_module."
+_LORA_BIAS = re.compile(r".+\.lora_\w+?(\.[^.]+)?\.bias")
+_TOKENS = ".trainable_tokens_delta"
+# Options of PEFT with which a LoRA is no sum of matrices, and ways to begin one that change the base's own weights.
+_NOT_LINEAR = {
+    "use_dora": "DoRA",
+    "lora_bias": "LoRA with a bias of its own",
+    "trainable_token_indices": "LoRA with trained tokens",
+    "alora_invocation_tokens": "aLoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "BD-LoRA",
+    "layer_replication": "LoRA with replicated layers",
+    "arrow_config": "Arrow",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "kasa_config": "KaSA",
+}
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +53,14 @@ class Update:
 class Merged(View):
     """The base model with an adapter merged in, under the base model's own names; weights only."""
 
-    def __init__(self, base: Source, adapter: Source, origins: Mapping[str, TensorKey], updates: Mapping[str, Update]):
+    def __init__(
+        self,
+        base: Source,
+        adapter: Source,
+        origins: Mapping[str, TensorKey],
+        updates: Mapping[str, Update],
+        whole: Mapping[str, TensorKey],
+    ) -> None:
         keys = {TensorKey(base_kind(base, origin), name): origin for name, origin in origins.items()}
         known = set(origins)
         description = replace(
@@ -62,9 +86,12 @@ class Merged(View):
         super().__init__(base, keys, description)
         self._adapter = adapter
         self._updates = dict(updates)
+        self._whole = dict(whole)  # name -> key of the adapter, of what it has in place of the base's
 
     def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
         """Return these rows with the adapter's part added, computed in fp32 (or the weight's own, if wider)."""
+        if key.name in self._whole:
+            return self._adapter.read(self._whole[key.name], start_row, stop_row).to(self.tensors[key].dtype)
         rows = super().read(key, start_row, stop_row)
         update = self._updates.get(key.name)
         if update is None:
@@ -81,13 +108,16 @@ class Merged(View):
 
     def read_run(self, key: TensorKey, start: int, stop: int) -> torch.Tensor:
         """Return these elements of the merged tensor."""
-        if key.name in self._updates:
+        if self._is_changed(key):
             return Source.read_run(self, key, start, stop)
         return super().read_run(key, start, stop)
 
     def read_run_into(self, key: TensorKey, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes of these elements of the merged tensor."""
-        (Source if key.name in self._updates else View).read_run_into(self, key, start, target)
+        (Source if self._is_changed(key) else View).read_run_into(self, key, start, target)
+
+    def _is_changed(self, key: TensorKey) -> bool:
+        return key.name in self._updates or key.name in self._whole
 
     def close(self) -> None:
         """Close the base and the adapter."""
@@ -126,12 +156,31 @@ def merge_adapter(source: Source, base: Source | None = None) -> Merged:
     shapes = {target: weights.tensors[origins[target]].shape for target in updates}
     updates = _oriented(source, updates, shapes, bool(config.get("fan_in_fan_out")))
     if base is None:
-        origins.update(saved)
-    elif saved:
+        return Merged(weights, source, {**origins, **saved}, updates, {})
+    _refuse_changed_base(config)
+    biases = {_plain(name): key for name, key in names.items() if not _is_adapter(name)}
+    return Merged(weights, source, origins, updates, _fitting(source, weights, origins, {**saved, **biases}))
+
+
+def _refuse_changed_base(config: Mapping[str, Any]) -> None:
+    begun = str(config.get("init_lora_weights")).lower()
+    if begun.startswith(_CHANGES_BASE):
         raise ValueError(
-            f"modules_to_save ({next(iter(saved))}) can't be merged from an adapter into another checkpoint"
+            f"the adapter was begun with init_lora_weights={begun}, which changes the weights of the base model; merge "
+            "it with PEFT, or save it there with path_initial_model_for_weight_conversion"
         )
-    return Merged(weights, source, origins, updates)
+
+
+def _fitting(
+    source: Source, base: Source, origins: Mapping[str, TensorKey], whole: Mapping[str, TensorKey]
+) -> Mapping[str, TensorKey]:
+    """Return what takes the place of the base's tensors; raise ValueError for what has none there."""
+    for name, key in whole.items():
+        if name not in origins:
+            raise ValueError(f"{key.name} of the adapter has no place in {base.path}: there is no {name}")
+        if source.tensors[key].shape != base.tensors[origins[name]].shape:
+            raise CheckpointError(f"{key.name} of the adapter has another shape than {name} in {base.path}")
+    return whole
 
 
 def _config(source: Source) -> Mapping[str, Any]:
@@ -142,12 +191,16 @@ def _config(source: Source) -> Mapping[str, Any]:
             config = json.loads(path.read_bytes())
         except ValueError as error:
             raise CheckpointError(f"{path} is no JSON: {error}") from error
+    kind = config.get("peft_type", "LORA") if isinstance(config, Mapping) else "LORA"
+    if kind != "LORA":
+        raise ValueError(f"{source.path} is an adapter of type {kind}: LoRA is merged here; merge it with PEFT")
     if not isinstance(config, Mapping) or "r" not in config or "lora_alpha" not in config:
         raise ValueError(
             f"{source.path} has no adapter_config.json with r and lora_alpha: the scale of the adapter is unknown"
         )
-    if config.get("use_dora"):
-        raise ValueError("a DoRA adapter has no linear merge; merge it with PEFT")
+    for option, what in _NOT_LINEAR.items():
+        if config.get(option):
+            raise ValueError(f"{option} is set: {what} is no sum of matrices; merge it with PEFT")
     return config
 
 
@@ -163,6 +216,8 @@ def _adapter_parts(
     saved = {}
     adapters = set()
     for name, key in names.items():
+        if _LORA_BIAS.fullmatch(name) or _TOKENS in name:
+            raise ValueError(f"{name} is no part of a plain LoRA; merge it with PEFT")
         if match := _SAVED.fullmatch(name):
             saved[_plain(f"{match['module']}.{match['rest']}")] = key
             adapters.add(match["adapter"])

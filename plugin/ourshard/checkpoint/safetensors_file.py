@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ def read_header(path: Path) -> Header:
 def parse_header(text: bytes, file_nbytes: int, path: Path) -> Header:
     """Check a header's JSON: known dtypes, shapes that fit their bytes, no gap, no overlap, the file's whole length."""
     try:
-        header = json.loads(text.decode())
+        header = json.loads(text.decode(), object_pairs_hook=without_duplicates)
         metadata = header.pop("__metadata__", None) or {}
         found = [_entry(name, value, 8 + len(text)) for name, value in header.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -130,6 +131,15 @@ def parse_header(text: bytes, file_nbytes: int, path: Path) -> Header:
     if position != file_nbytes:
         raise CheckpointError(f"{path} is cut off or damaged: {file_nbytes} bytes where its header needs {position}")
     return Header(tuple(entries), metadata, 8 + len(text))
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as json.loads makes it, which by itself lets the last of equal keys win."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
+    return table
 
 
 def _entry(name: str, value: Any, data_start: int) -> Entry:

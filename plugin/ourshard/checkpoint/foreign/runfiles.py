@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..companions import companions
+from ..safetensors_file import without_duplicates
 from ..source import CheckpointError
 from .draft import Draft
 from .plaindata import read_plain
@@ -54,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_JSON:
             raise ValueError(f"it has more than {_MAX_JSON} bytes")
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_pairs_hook=without_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not readable as JSON: {error}") from error
     if not isinstance(value, dict):
