@@ -42,7 +42,7 @@ class Mesh:
     @property
     def describe(self) -> str:
         if self.replicate.size == 1:
-            return f"{self.shard.size} ranks"
+            return f"{self.shard.size} rank{'s' if self.shard.size > 1 else ''}"
         return f"{self.replicate.size} replicas x {self.shard.size} shards"
 
 

@@ -100,7 +100,7 @@ def _without_shards(engine: Engine) -> Iterator[tuple[str, str]]:
     if _is_alone(engine):
         yield (
             "stage",
-            f"a copy of the model is on one rank (shard_size or world), so all is whole at {engine.config.stage}",
+            "one rank has a whole copy of the model (by shard_size, or since it is alone), so nothing is sharded",
         )
     if engine.mesh.world.size == 1:
         yield "timeout", "one rank waits for no other"
