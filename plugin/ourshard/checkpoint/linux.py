@@ -36,7 +36,7 @@ def allocate(descriptor: int, nbytes: int) -> None:
     if library is None or not nbytes or library.fallocate(descriptor, _KEEP_SIZE, 0, nbytes) == 0:
         return
     code = ctypes.get_errno()
-    if code in (errno.ENOSPC, errno.EDQUOT):
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         raise OSError(code, os.strerror(code))
 
 
