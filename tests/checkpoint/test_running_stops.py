@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from ourshard.checkpoint.source import detect
 
 from tests.checkpoint.crashing import CrashIO, Killed
 from tests.checkpoint.test_running import Odd, made, steps
+from tests.commands import ROOT, run_cli
 
 pytestmark = pytest.mark.ranks
 
@@ -45,6 +48,25 @@ def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(ranks: An
     assert stops > 20
     with detect(tmp_path / "step-2") as source:
         assert all(problem is None for _, problem in source.verify_files())
+
+
+def killed(root: Path, worlds: str, every: int) -> dict[str, int]:
+    """Run `killing.py` in a process of its own, which forks; tell how many left the older and the newer save."""
+    command = [sys.executable, "-m", "tests.checkpoint.killing", str(root), worlds, str(every)]
+    result = run_cli(command, env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, timeout=900)
+    told: dict[str, int] = json.loads(result.stdout.splitlines()[-1])
+    return told
+
+
+def test_two_ranks_of_which_one_or_both_are_really_killed_leave_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    assert sum(killed(tmp_path, "2", 9).values()) >= 10
+
+
+@pytest.mark.slow  # more than two hundred jobs
+def test_one_two_and_four_ranks_killed_at_every_operation_leave_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    told = killed(tmp_path, "1,2,4", 1)
+    assert sum(told.values()) >= 200
+    assert told["newer"] >= 6
 
 
 def save_on_rank_0(root: str) -> str:
