@@ -63,7 +63,8 @@ def assemble(
 ) -> Manifest:
     """Join the part files of all ranks (`ranks`: those that share this disk) into the manifest.
 
-    Raises RuntimeError if a rank has no part, or the parts disagree, or leave elements out or give them twice.
+    Raises RuntimeError if a rank has no part, or the parts disagree, or leave elements out or give them twice, and
+    FileNotFoundError if a file is gone.
     """
     world_size = description.world_size
     assert world_size, "a save knows its world size"
@@ -94,6 +95,7 @@ def assemble(
         saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
     )
     _check_coverage(manifest, whole=len(ranks) == world_size)
+    _check_files(temporary, manifest)
     return manifest
 
 
@@ -218,6 +220,14 @@ def _check_coverage(manifest: Manifest, *, whole: bool) -> None:
         if whole and gaps:
             missing = where(manifest.tensors[key], *gaps[0])
             raise RuntimeError(f"{key}: no rank wrote {missing}; the checkpoint is not committed")
+
+
+def _check_files(temporary: Path, manifest: Manifest) -> None:
+    """Raise FileNotFoundError if a file that was written is not there: the folder above may be another by now."""
+    for record in manifest.files:
+        path = temporary / record.path
+        if not path.is_file() or path.stat().st_size != record.nbytes:
+            raise FileNotFoundError(f"{path}, or a folder above it, was removed while the checkpoint was written")
 
 
 def _newest_first(root: Path, inner: str) -> Iterator[tuple[Path, str | None]]:

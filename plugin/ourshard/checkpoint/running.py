@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -38,6 +39,8 @@ from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
 
 logger = logging.getLogger("ourshard")
+
+VISIBLE_WITHIN = 10.0  # seconds from when rank 0 has made a folder until all ranks see it
 
 
 @contextmanager
@@ -127,6 +130,7 @@ def write(
 
     try:
         with together(engine, f"save: {'staging' if background else 'writing'} {final.name}"):
+            _wait_to_see(temporary)
             boxes, found, staged = _take(engine, _optimizers(optimizer), client_state or {}, copied=background)
             if not background:
                 writer.write(boxes)
@@ -148,6 +152,18 @@ def write(
         BACKGROUND.start(
             engine, final.name, write=write_staged, publish=publish, abandon=lambda: commit.abandon(temporary, io)
         )
+
+
+def _wait_to_see(folder: Path) -> None:
+    """Return once the folder that rank 0 has made is there; a network's file system may take a moment."""
+    end = time.monotonic() + VISIBLE_WITHIN
+    while not folder.is_dir():
+        if time.monotonic() > end:
+            raise FileNotFoundError(
+                f"{folder} was made by rank 0, and is not here: all ranks have to see one disk. Save into a folder "
+                "that the machines share, or whole (checkpoint.format: full)."
+            )
+        time.sleep(0.05)
 
 
 def _with_state_of_owners(engine: Engine, optimizers: Sequence[Optimizer], found: Description) -> Description:
