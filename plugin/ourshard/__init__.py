@@ -21,6 +21,7 @@ _EXPORTS = {
     "disable": "ourshard.integrations.switch",
     "enable": "ourshard.integrations.switch",
     "adopt_optimizer": "ourshard.runtime.api",
+    "asked_to_end": "ourshard.integrations.stopping",
     "clip_grad_norm_": "ourshard.runtime.api",
     "clip_grad_value_": "ourshard.runtime.api",
     "engine_of": "ourshard.runtime.api",

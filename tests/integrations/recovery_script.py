@@ -17,23 +17,29 @@ from tests.integrations import trainer_runs as runs
 class Strike(TrainerCallback):
     """Sends rank 1 a signal at the end of step 3, after the checkpoint of step 2, in the first start only."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, word: str) -> None:
+        self.word = word
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
-            strike(self.number)
+            strike(self.word)
 
 
-def strike(number: int) -> None:
-    if number and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), number)
+def strike(word: str) -> None:
+    """Send rank 1 a signal by name; "MACHINE": this rank, whatever its number, and its torchrun are killed."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        return
+    if word == "MACHINE":
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word != "none" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), getattr(signal, word))
 
 
-def trained(folder: Path, number: int) -> tuple[Any, int]:
+def trained(folder: Path, word: str) -> tuple[Any, int]:
     case = runs.Case(steps=8, arguments={"save_strategy": "steps", "save_steps": 2})
     args = runs.arguments(case, folder, 2)
-    trainer = Trainer(runs.llama(), args, train_dataset=runs.Tokens(runs.ROWS), callbacks=[Strike(number)])
+    trainer = Trainer(runs.llama(), args, train_dataset=runs.Tokens(runs.ROWS), callbacks=[Strike(word)])
     trainer.train()
     return trainer.model, trainer.state.global_step
 
@@ -50,7 +56,7 @@ class Place:
         self.step = state["step"]
 
 
-def looped(folder: Path, number: int) -> tuple[Any, int]:
+def looped(folder: Path, word: str) -> tuple[Any, int]:
     import ourshard
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
@@ -74,16 +80,19 @@ def looped(folder: Path, number: int) -> tuple[Any, int]:
         if place.step % 2 == 0:
             accelerator.save_state()
         if place.step == 3:
-            strike(number)
+            strike(word)
+        if ourshard.asked_to_end():
+            accelerator.save_state()
+            break
     return model, place.step
 
 
-def main(kind: str, folder: Path, number: int) -> None:
+def main(kind: str, folder: Path, word: str) -> None:
     runs.quiet()
     import logging
 
     logging.getLogger("ourshard").setLevel(logging.WARNING)
-    model, step = (trained if kind == "trainer" else looped)(folder, number)
+    model, step = (trained if kind == "trainer" else looped)(folder, word)
     state = runs.whole_state(model)
     if os.environ["RANK"] == "0":
         torch.save({"step": step, "state": state}, folder / "end.pt")
@@ -91,4 +100,4 @@ def main(kind: str, folder: Path, number: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(getattr(signal, sys.argv[3], 0)))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

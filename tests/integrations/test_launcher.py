@@ -180,6 +180,23 @@ def test_a_launch_without_ourshard_gets_no_variable_of_ours(monkeypatch):
     assert launcher.prepare_multi_gpu_env(lambda args: {"A": "1"}, arguments()) == {"A": "1"}
 
 
+@pytest.mark.parametrize(
+    ("restarts", "backend", "standalone"), [(0, "static", None), (2, "static", True), (2, "c10d", None)]
+)
+def test_ranks_that_may_be_started_anew_get_a_store_for_each_start(monkeypatch, restarts, backend, standalone):
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    args = arguments(max_restarts=restarts, rdzv_backend=backend, num_machines=1)
+    launcher.prepare_multi_gpu_env(lambda args: {}, args)
+    assert getattr(args, "standalone", None) == standalone
+
+
+def test_restarts_over_a_static_rendezvous_of_several_machines_are_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    args = arguments(max_restarts=1, rdzv_backend="static", num_machines=2)
+    with pytest.raises(ValueError, match="max_restarts: 1 needs rdzv_backend: c10d"):
+        launcher.prepare_multi_gpu_env(lambda args: {}, args)
+
+
 def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
     monkeypatch.delenv("OURSHARD_CONFIG", raising=False)

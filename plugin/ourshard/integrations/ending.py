@@ -31,6 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ourshard.integrations import stopping
 from ourshard.runtime.engine import let_go_of_groups
 
 GRACE = 3.0  # seconds that a rank with a lost connection leaves to the one that failed first
@@ -57,6 +58,7 @@ def _leave_group() -> None:
     The script may have destroyed them itself, as `Accelerator.end_training` does: our references are left all the same.
     """
     let_go_of_groups()
+    stopping.finish()
     if dist.is_initialized():
         dist.destroy_process_group()
 

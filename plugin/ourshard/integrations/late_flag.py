@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class LateFlag:
         before[1].wait()
         return bool(before[0])
 
-    def finish(self) -> None:
-        """Let the last flags arrive before the process group may go."""
+    def finish(self, within: timedelta | None = None) -> None:
+        """Let the last flags arrive before the process group may go; RuntimeError if they don't `within` that time."""
         if self._sent is not None:
-            self._sent[1].wait()
-            self._sent = None
+            work, self._sent = self._sent[1], None
+            work.wait(*([] if within is None else [within]))

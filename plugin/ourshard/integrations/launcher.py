@@ -31,7 +31,23 @@ def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Nam
         _hand_over(environment, wanted, args)
         # accelerate exports this for one process only; without it n ranks on CPUs would train n models side by side
         environment[_ON_CPU] = str(_on_cpu(args)).lower()
+        _let_ranks_restart(args)
     return environment
+
+
+def _let_ranks_restart(args: Namespace) -> None:
+    """Take torchrun's c10d rendezvous where ranks may be started anew, which has a store for each start.
+
+    The static one, accelerate's default, keeps one store; there the new ranks find the addresses of the lost ones.
+    """
+    if not getattr(args, "max_restarts", 0) or args.rdzv_backend != "static":
+        return
+    if (args.num_machines or 1) > 1:
+        raise ConfigError(
+            f"max_restarts: {args.max_restarts} needs rdzv_backend: c10d and same_network: false on several machines; "
+            "in the static rendezvous ranks that are started anew find the addresses of the lost ones, and can't join."
+        )
+    args.standalone = True
 
 
 def prepare_simple_launcher_cmd_env(

@@ -26,7 +26,7 @@ from ourshard.checkpoint.numbered import of_model
 from ourshard.checkpoint.sharded import FOLDER as SHARDED_FOLDER
 from ourshard.checkpoint.sharded import is_ours
 from ourshard.config import CheckpointFormat
-from ourshard.integrations import foreign_resume, models, optimizer_state
+from ourshard.integrations import foreign_resume, models, optimizer_state, stopping
 from ourshard.runtime import api
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ class SavingMixin(_Base):
     def end_training(self) -> None:
         """End as accelerate does, which destroys the process group, after the last background save."""
         wait_for_save()
+        stopping.finish()
         super().end_training()
 
     def _engines(self) -> list[api.Engine]:

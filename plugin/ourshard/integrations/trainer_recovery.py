@@ -3,12 +3,6 @@
 After a restart (Note [Restarts] in `restart.py`) the first `train()` that is not told what to resume from takes the
 newest complete checkpoint of `output_dir`; rank 0 looks, so that all ranks take the same.
 `resume_from_checkpoint=False` begins anew.
-
-Note [SIGTERM]
-The signal may reach one rank only, or ranks at different steps. At each step's end a rank sends its flag to the others
-over gloo and reads what was sent a step before, which has arrived by then: no rank waits, and all stop at the same
-step. So training stops at most two step ends after the signal, and then saves. A rank that can't reach a step's end, as
-one whose peer was lost, is left to the launcher's SIGKILL, which torchrun sends `--shutdown-timeout` (30 s) later.
 """
 
 from __future__ import annotations
@@ -16,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +18,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ourshard.integrations import trainer_checkpoint
-from ourshard.integrations.late_flag import LateFlag
 from ourshard.integrations.restart import restarts
+from ourshard.integrations.stopping import StopSignal
 from ourshard.integrations.trainer_resume import newest_complete
 
 logger = logging.getLogger("ourshard")
@@ -82,35 +75,28 @@ def _rank() -> int:
 
 
 class StopOnSignal(TrainerCallback):
-    """Saves and ends training at the same step on all ranks once any rank got SIGTERM; see Note [SIGTERM]."""
+    """Saves and ends training at the same step on all ranks once any rank got SIGTERM: Note [SIGTERM] in `stopping`."""
 
     def __init__(self) -> None:
-        self._flag = LateFlag("SIGTERM")
-        self._asked = False
+        self._stop = StopSignal()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGTERM meanwhile, unless the script takes it itself or trains in a thread."""
-        ours = threading.current_thread() is threading.main_thread()
-        if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            yield
-            return
-        signal.signal(signal.SIGTERM, self._ask)
+        taken = self._stop.listen()
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        self._asked = True
+            if taken:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save and stop if a rank asked for it."""
-        if self._flag.raised(self._asked):
+        if self._stop.agreed():
             control.should_save = control.should_training_stop = True
             if state.is_world_process_zero:
                 logger.warning("SIGTERM: saving a checkpoint at step %d, then training ends.", state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the last flags arrive."""
-        self._flag.finish()
+        """Let the last flags arrive before the process group may go."""
+        self._stop.finish()
