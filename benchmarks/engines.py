@@ -18,6 +18,7 @@ from works import Work
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 LR, CLIP = 1e-4, 1.0
+DISK = os.environ.get("BENCH_DISK", "/tmp")  # a folder for the engine whose name ends in _disk
 
 
 @dataclass(slots=True)
@@ -263,6 +264,8 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard1_offload_optimizer": _ourshard(stage=1, offload={"optimizer": "cpu"}),
     "ourshard3_offload_optimizer": _ourshard(stage=3, offload={"optimizer": "cpu"}),
     "ourshard3_offload_all": _ourshard(stage=3, offload={"optimizer": "cpu", "params": "cpu"}),
+    "ourshard3_offload_half": _ourshard(stage=3, offload={"optimizer": "cpu", "optimizer_ratio": 0.5}),
+    "ourshard3_offload_disk": _ourshard(stage=3, offload={"optimizer": "nvme", "nvme_path": DISK}),
     "ourshard-hybrid": _ourshard(stage=3, shard_size=2),
 }
 
