@@ -59,6 +59,20 @@ def test_the_step_takes_as_long_as_the_host_takes() -> None:
     assert timing.step == pytest.approx(step.host_nbytes * adamw.moved / hardware.host_rate)
 
 
+def test_what_stays_on_the_device_steps_while_the_host_steps() -> None:
+    hardware, adamw, mesh = hardware_of("h100", WORLD), OPTIMIZERS["adamw"], MeshSizes(WORLD)
+    config = ShardConfig(stage=3).replace(offload={**CPU, "optimizer_ratio": 0.5})
+    rehearsal, moves = rehearse(config, mesh)
+    timing = simulate(moves, mesh, hardware, adamw, Reach.MIDDLE)
+    step = next(move for move in moves if move.does is Does.STEP)
+    assert 0 < step.host_nbytes <= PARAMETERS / WORLD * 4 / 2
+    assert step.host_nbytes + step.nbytes == PARAMETERS / WORLD * 4
+    assert timing.step == pytest.approx(step.host_nbytes * adamw.moved / hardware.host_rate)
+    memory = memory_of(rehearsal.planned, moves, adamw, workspace=0)
+    assert memory.host == step.host_nbytes * 4
+    assert memory.masters + memory.optimizer >= step.nbytes * 3
+
+
 @pytest.mark.parametrize(("offload", "stages"), [(CPU, {1, 2, 3}), (BOTH, {3}), ({}, {0, 1, 2, 3})])
 def test_only_stages_that_the_runtime_takes_are_compared(offload: dict[str, str], stages: set[int]) -> None:
     configs = list(candidates(ShardConfig().replace(offload=offload), hardware_of("h100", WORLD)))

@@ -213,8 +213,10 @@ class Rehearsal:
         lanes = [lane for lane in self.planned.lanes if lane.trainable]
         masters = sum(lane.master_nbytes for lane in lanes if not lane.on_host)
         host = sum(lane.master_nbytes for lane in lanes if lane.on_host)
-        if self.clip:  # the norm reads every gradient, the scaling reads and writes it
-            self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=3 * host)
+        if (
+            self.clip
+        ):  # the norm reads every gradient (those that went down, before they did), the scaling reads and writes
+            self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=2 * host)
         self._move(Does.STEP, self._root, nbytes=masters, host_nbytes=host)
         for unit in self._units:
             for lane in unit.lanes:

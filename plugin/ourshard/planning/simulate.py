@@ -188,8 +188,8 @@ class _Clocks:
         self.dragging = 0.0  # what is over slows nothing
 
     def _step(self, move: Move) -> None:
-        seconds = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
-        seconds += move.host_nbytes * self.optimizer.moved / self.hardware.host_rate
+        device = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
+        seconds = max(device, move.host_nbytes * self.optimizer.moved / self.hardware.host_rate)  # side by side
         self.compute += seconds
         self.stepped += seconds
 
