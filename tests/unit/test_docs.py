@@ -122,7 +122,7 @@ def test_python_on_a_page_is_python_and_what_it_imports_is_there(page):
 def _commands(page: Path) -> list[list[str]]:
     """Return the commands in the blocks of a page, in words, without what stands before the program's name."""
     text = "\n".join(
-        [*_blocks(page, ""), *_blocks(page, "bash"), *re.findall(r"^    (?=\S)(.*)$", page.read_text(), re.M)]
+        [*_blocks(page, ""), *_blocks(page, "bash"), *re.findall(r"(?<=\n\n)    (\S.*)$", page.read_text(), re.M)]
     )
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     found = [re.search(r"(?:^|[A-Z]\w*=\S+ )(ourshard|accelerate launch|python) (.*)", line) for line in lines]

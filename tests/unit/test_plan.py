@@ -402,6 +402,7 @@ def test_a_shard_size_that_does_not_divide_the_ranks_is_refused() -> None:
         ("nowhere.json", "can't be read"),
         ("tests.unit.test_plan:Stak", "has no 'Stak'.*Did you mean 'Stack'"),
         ("no_such_module:Stack", "can't be imported"),
+        ("torch.nn:Linear", "Linear can't be built with nothing .--with KEY=VALUE.: .*in_features"),
         ("builtins:dict", "gives dict, which is no torch module"),
     ],
 )

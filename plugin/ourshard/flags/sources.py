@@ -81,8 +81,9 @@ def load(path: str | Path) -> dict[str, Any]:
     """
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: no config could be read: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{path}: no config could be read: {text}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected keys and values, got {type(values).__name__}.")
     return values

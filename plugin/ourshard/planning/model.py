@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,13 @@ def _from_config(path: Path, options: Mapping[str, Any]) -> nn.Module:
     if "model_type" not in values:
         raise ValueError(f"model: {path} has no model_type; it is no config of transformers.")
     values |= options
-    config = transformers.AutoConfig.for_model(**{key: value for key, value in values.items() if key != "dtype"})
+    with _saying(str(path), options):
+        config = transformers.AutoConfig.for_model(**{key: value for key, value in values.items() if key != "dtype"})
     names = values.get("architectures") or []
     cls: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if cls is None:
         raise ValueError(f"model: transformers {transformers.__version__} has no class {names[0]!r}.")
-    with torch.device("meta"):
+    with _saying(str(path), options), torch.device("meta"):
         model: nn.Module = cls._from_config(config) if names else cls.from_config(config)
     return model
 
@@ -78,11 +80,22 @@ def _from_class(source: str, options: Mapping[str, Any]) -> nn.Module:
     cls = getattr(module, name, None)
     if cls is None:
         raise ValueError(f"model: {module_name} has no {name!r}.{nearest(name, dir(module))}")
-    with torch.device("meta"):
+    with _saying(source, options), torch.device("meta"):
         model = cls(**options)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {source} gives {type(model).__name__}, which is no torch module.")
     return model
+
+
+@contextmanager
+def _saying(source: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what a constructor of the user's or of transformers raises into one line."""
+    try:
+        yield
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "nothing"
+        text = " ".join(str(error).split())
+        raise ValueError(f"model: {source} can't be built with {given} (--with KEY=VALUE): {text}") from error
 
 
 def make_batch(model: nn.Module, samples: int, length: int, given: Mapping[str, torch.Tensor] | None = None) -> Batch:
