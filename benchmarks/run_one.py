@@ -34,7 +34,9 @@ def main() -> None:
     if options.absent:
         dist.init_process_group("fake", rank=0, world_size=1 + options.absent, store=FakeStore())
     else:
-        dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)  # gloo: norms of gradients on the host
+        # FSDP2 takes norms on the host. A group of both has no peer copies, and is not what Accelerate makes.
+        backend = "cuda:nccl,cpu:gloo" if options.engine == "fsdp2_offload" else "nccl"
+        dist.init_process_group(backend, device_id=device)
     result = measure(options, device)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 2 tests/gpu/parity.py
 
 Every rank trains the reference by itself on the joined batch. Slots are poisoned with NaN when they are released, so a
-read of a parameter that is not there shows. Prints one line a configuration; exits with 1 if any is off.
+read of a parameter that is not there shows. Prints one line a configuration; exits with 1 if any is off. The
+environment may say DTYPES (float32 bfloat16), NVME_PATH (a folder), REPEATS (of stage 1).
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     torch.backends.cuda.matmul.allow_tf32 = False
     bad = 0
-    for dtype in (torch.float32, torch.bfloat16):
+    names = os.environ.get("DTYPES", "float32 bfloat16").split()
+    for dtype in (getattr(torch, name) for name in names):
         for accumulate in (1, 3):
             expected, expected_losses = reference(accumulate, device, dtype)
             tolerance = 2e-5 if dtype is torch.float32 else 4e-3
@@ -174,6 +176,9 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
         {"stage": 3, "offload": {**host, "pin_memory": False}},
     ]
     found += [{"stage": 3, "offload": host, "communication": {"transport": "nccl"}}]
+    found += [{"stage": stage, "offload": {**host, "optimizer_ratio": 0.5}} for stage in (1, 3)]
+    disk = {"optimizer": "nvme", "nvme_path": os.environ.get("NVME_PATH", "/tmp/ourshard-parity")}
+    found += [{"stage": 3, "offload": disk}, {"stage": 3, "offload": {**disk, "params": "cpu"}}]
     found += [{"stage": 1}] * repeats
     if dist.get_world_size() == 4:
         found += [{"stage": stage, "shard_size": 2} for stage in range(4)]
