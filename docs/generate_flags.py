@@ -58,7 +58,6 @@ SECTIONS: tuple[tuple[str, str, Iterable[Flag]], ...] = (
 
 # Values that the runtime is asked about, by key. What it refuses stands in the rows that have the word.
 TRIED: Mapping[str, Mapping[str, dict[str, Any]]] = {
-    "shard_optimizer_over": {"all": {"shard_optimizer_over": "all"}},
     "offload.params": {
         "nvme": {"offload.params": "nvme", "offload.optimizer": "cpu", "offload.nvme_path": "/tmp"},
         "": {"offload.params": "cpu"},

@@ -186,7 +186,7 @@ def _differing_copies(engine: Engine, step: int) -> str | None:
     mesh = engine.mesh
     mine: dict[str, tuple[int, int]] = {}  # unit and lane -> (which copies it is one of, checksum)
     for number, lane in enumerate(engine.lanes()):
-        if lane.placement.whole or mesh.replicate.size > 1:
+        if lane.placement.whole or (mesh.replicate.size > 1 and not lane.divided):
             values = lane.resting if lane.placement.whole else [lane.master]
             part = -1 if lane.placement.whole else mesh.shard.rank
             mine[f"unit {lane.unit.label}, lane {number}"] = part, sum(_checksum(each) for each in values)

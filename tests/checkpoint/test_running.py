@@ -21,13 +21,15 @@ pytestmark = pytest.mark.ranks
 
 WIDTH, BATCH = 13, 12  # odd; and examples of one step over all ranks, which divide by 1, 2, 3 and 4
 HYBRID = {"stage": 3, "shard_size": 2, "persist_below": 100}
+DIVIDED = {**HYBRID, "shard_optimizer_over": "all"}
 WRITERS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"stage{stage}": (2, {"stage": stage, "persist_below": 100}) for stage in range(4)},
     "nothing_whole": (2, {"stage": 3, "persist_below": 0}),
     "hybrid": (4, HYBRID),
+    "divided": (4, DIVIDED),
 }
 READERS: dict[int, list[dict[str, Any]]] = {
-    4: [HYBRID, {"stage": 3, "persist_below": 0}],
+    4: [HYBRID, DIVIDED, {"stage": 3, "persist_below": 0}],
     2: [{"stage": stage, "persist_below": 100} for stage in range(4)] + [{"stage": 3, "persist_below": 0}],
     1: [{"stage": 0}],
     3: [{"stage": 1, "persist_below": 100}, {"stage": 3, "persist_below": 100}],

@@ -1,7 +1,8 @@
 """Compare sharded training over NCCL with one process, on the GPUs of one machine.
 
-    torchrun --nproc_per_node 2 tests/gpu/parity.py
+    torchrun --nproc_per_node 2 tests/gpu/parity.py [WORD ...]
 
+With words, only configurations that have one of them (`shard_optimizer_over`, `secondary`) are run.
 Every rank trains the reference by itself on the joined batch. Slots are poisoned with NaN when they are released, so a
 read of a parameter that is not there shows. Prints one line a configuration; exits with 1 if any is off. The
 environment may say DTYPES (float32 bfloat16), NVME_PATH (a folder), REPEATS (of stage 1).
@@ -180,9 +181,16 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
     disk = {"optimizer": "nvme", "nvme_path": os.environ.get("NVME_PATH", "/tmp/ourshard-parity")}
     found += [{"stage": 3, "offload": disk}, {"stage": 3, "offload": {**disk, "params": "cpu"}}]
     found += [{"stage": 1}] * repeats
+    copies = 1 if dist.get_world_size() == 2 else 2
+    over_all = {"shard_size": copies, "shard_optimizer_over": "all"}
+    found += [{"stage": stage, **over_all} for stage in (1, 2, 3)]
+    found += [{"stage": 3, "offload": {**host, "params": "cpu"}, **over_all}]
     if dist.get_world_size() == 4:
         found += [{"stage": stage, "shard_size": 2} for stage in range(4)]
-    return found
+        second = {"stage": 3, "secondary_shard_size": 2}
+        found += [second, {**second, "communication": {"transport": "nccl"}}, {**second, "checkpoint": False}]
+    words = sys.argv[1:]
+    return [options for options in found if not words or any(word in str(options) for word in words)]
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def rehearse(values: dict[str, Any], variant: str, micro_batches: int, mesh: Mes
     with torch.device("meta"):
         model = Tiny(variant)
         ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    planned = plan_model(model, config, mesh.shard)
+    planned = plan_model(model, config, mesh)
     autocast = torch.bfloat16 if "precision" in values else None
     visits = trace(model, planned.parts(), {"ids": ids}, autocast=autocast).visits
     rehearsal = Rehearsal(planned, config, mesh, visits, micro_batches, buffers_in_flight=1)
@@ -165,6 +165,29 @@ def test_a_rehearsal_of_a_hybrid_mesh_counts_what_the_ledger_counts(
     values = {"stage": 3, "shard_size": 2}
     seen: Seen = ranks(4)(train, values, "", micro_batches, timeout=90)[0]
     compare(seen, *rehearse(values, "", micro_batches, MeshSizes(2, 2)))
+
+
+DIVIDED: dict[str, tuple[dict[str, Any], str, int, int]] = {
+    "as it is": ({"stage": 3}, "", 1, 2),
+    "16 bits, frozen base": ({"stage": 3, **HALF, **SMALL}, "frozen base", 2, 2),
+    "optimizer on the host": ({"stage": 3, **CPU, **HALF}, "", 2, 2),
+    "all on the host": ({"stage": 3, **BOTH}, "", 2, 2),
+    "stage 2": ({"stage": 2}, "", 2, 2),
+    "stage 1, 16 bits": ({"stage": 1, **HALF}, "", 2, 2),
+    "int8": ({"stage": 3, "communication": {**BOTH_INT8, "block": 64}}, "", 2, 2),
+    "one rank a copy": ({"stage": 3}, "", 2, 1),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_rehearsal_with_masters_over_replicas_counts_what_the_ledger_counts(
+    name: str, ranks: Callable[..., Any]
+) -> None:
+    more, variant, micro_batches, shards = DIVIDED[name]
+    values = {"shard_size": shards, "shard_optimizer_over": "all", **more}
+    seen: Seen = ranks(4)(train, values, variant, micro_batches, timeout=90)[0]
+    compare(seen, *rehearse(values, variant, micro_batches, MeshSizes(shards, 4 // shards)))
 
 
 @pytest.mark.ranks

@@ -42,6 +42,10 @@ def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -
     [
         ({"stage": 3}, 1, {"stage"}),
         ({"stage": 3, "shard_size": 1}, 2, {"stage"}),
+        ({"stage": 3, "shard_size": 1, "shard_optimizer_over": "all"}, 2, {"stage"}),
+        ({"stage": 2, "shard_size": 1, "shard_optimizer_over": "all"}, 2, set()),
+        ({"stage": 0, "shard_size": 1, "shard_optimizer_over": "all"}, 2, {"shard_size", "shard_optimizer_over"}),
+        ({"stage": 3, "secondary_shard_size": 2, "wrap": {"policy": "none"}}, 4, {"secondary_shard_size"}),
         ({"stage": 0, "shard_size": 1, "timeout": 60.0}, 2, {"shard_size"}),
         ({"stage": 0, "timeout": 60.0}, 1, {"timeout"}),
         (

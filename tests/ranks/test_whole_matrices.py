@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 OFTEN_TWO = pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+DIVIDED = {"shard_size": 2, "shard_optimizer_over": "all"}
 EVERY = pytest.mark.parametrize("config", TOY.values(), ids=TOY.keys())
 
 
@@ -87,7 +88,9 @@ def test_optimizers_of_whole_matrices_give_the_answer_of_one_process(ranks, worl
 
 
 @pytest.mark.parametrize(
-    "more", [{"shard_size": 2}, {"offload": {"optimizer": "cpu"}}, {"accumulate": "deferred"}], ids=str
+    "more",
+    [{"shard_size": 2}, DIVIDED, {"offload": {"optimizer": "cpu"}}, {"accumulate": "deferred"}],
+    ids=str,
 )
 def test_replicas_hosts_and_deferred_reductions_change_nothing(ranks, more):
     ranks(4)(each_kind, {"stage": 3, "persist_below": 0, **more}, timeout=120)
@@ -284,8 +287,9 @@ def test_the_sharded_format_loads_on_another_world_and_stage(ranks, tmp_path):
     late = {"checkpoint": {"asynchronous": True}}
     ranks(2)(save_or_load, {"stage": 3, "persist_below": 0, **late}, folder, 0)
     ranks(4)(save_or_load, {"stage": 1, "persist_below": 0, "shard_size": 2}, folder, 2)
-    ranks(2)(save_or_load, {"stage": 0}, folder, 4)
-    ranks(2)(save_or_load, {"stage": 2, "persist_below": 100}, folder, 6)
+    ranks(4)(save_or_load, {"stage": 3, "persist_below": 0, **DIVIDED}, folder, 4)
+    ranks(2)(save_or_load, {"stage": 0}, folder, 6)
+    ranks(2)(save_or_load, {"stage": 2, "persist_below": 100}, folder, 8)
 
 
 def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> None:
@@ -321,5 +325,6 @@ def test_state_is_saved_whole_and_loads_on_another_world_and_stage(ranks, kind, 
     file = str(tmp_path / "state")
     ranks(2)(whole_state, {"stage": 3, "persist_below": 0}, kind, file, 0)
     ranks(4)(whole_state, {"stage": 1, "persist_below": 0}, kind, file, 2)
-    ranks(2)(whole_state, {"stage": 0}, kind, file, 4)
-    ranks(2)(whole_state, {"stage": 2, "persist_below": 100}, kind, file, 6)
+    ranks(4)(whole_state, {"stage": 3, "persist_below": 0, **DIVIDED}, kind, file, 4)
+    ranks(2)(whole_state, {"stage": 0}, kind, file, 6)
+    ranks(2)(whole_state, {"stage": 2, "persist_below": 100}, kind, file, 8)

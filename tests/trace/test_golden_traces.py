@@ -32,6 +32,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage3_optimizer_on_the_host": (2, {"stage": 3, "offload": {"optimizer": "cpu"}}),
     "stage3_secondary": (4, {"stage": 3, "secondary_shard_size": 2}),
     "hybrid": (4, {"stage": 3, "shard_size": 2}),
+    "hybrid_optimizer_over_all": (4, {"stage": 3, "shard_size": 2, "shard_optimizer_over": "all"}),
 }
 MICRO_BATCHES = 2
 

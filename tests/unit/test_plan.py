@@ -76,7 +76,7 @@ def fake_run(samples: int = 4, **options: Any) -> Trace:
 
 
 def rehearse(config: ShardConfig, mesh: MeshSizes, micro_batches: int = 1) -> tuple[Rehearsal, list[Move]]:
-    planned = plan_model(stack(), config, mesh.shard)
+    planned = plan_model(stack(), config, mesh)
     rehearsal = Rehearsal(planned, config, mesh, fake_run().visits, micro_batches)
     return rehearsal, rehearsal.settled()
 
@@ -363,6 +363,15 @@ def test_the_cheapest_is_the_fastest_that_fits_and_of_equals_the_smallest() -> N
 def test_candidates_share_over_nodes_only_where_there_are_some() -> None:
     assert all(config.shard_size is None for config in candidates(ShardConfig(), hardware_of("h100", 8)))
     assert any(config.shard_size == "node" for config in candidates(ShardConfig(), hardware_of("h100", 16, 2)))
+
+
+def test_an_optimizer_over_all_ranks_is_a_candidate_over_nodes_and_takes_less_memory() -> None:
+    found = planner(16, 2)
+    rows = {row.name: row for row in found.rows(candidates(ShardConfig(), found.hardware))}
+    shard, over_all = rows["stage 3, in each node"], rows["stage 3, in each node, optimizer over all"]
+    assert over_all.memory.optimizer == pytest.approx(shard.memory.optimizer / 2, rel=0.1)  # but for padding
+    assert over_all.wire_between == pytest.approx(shard.wire_between, rel=0.1)
+    assert not any("over all" in name for name in (row.name for row in planner(8, 1).rows([ShardConfig()])))
 
 
 def test_a_secondary_shard_is_a_candidate_over_nodes_and_halves_what_leaves_them() -> None:

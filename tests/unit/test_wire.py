@@ -72,6 +72,11 @@ def test_an_optimizer_over_both_axes_sends_the_same_in_two_halves() -> None:
     assert total_nbytes(both) == total_nbytes(shard_only)
     assert by_collective(both)["reduce_scatter/replicate"] == NUMEL // 2 * 2 // 2
     assert by_collective(both)["all_gather/replicate"] == NUMEL // 2 * 2 // 2
+    coded = by_collective(
+        lane_traffic(NUMEL, Axes(2, replicate=2), Step(optimizer_over_all=True), Transport(gradients=INT8))
+    )
+    assert coded["all_to_all/replicate"] == all_to_all_by_message(INT8.nbytes(NUMEL // 4), 2)
+    assert "reduce_scatter/replicate" not in coded
 
 
 def test_hpz_moves_the_backward_gather_into_the_node() -> None:

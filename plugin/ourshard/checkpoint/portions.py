@@ -79,11 +79,12 @@ def _of_lane(number: int, lane: Lane) -> Iterator[Portion]:
     mesh = lane.unit.engine.mesh
     runs = {position: run for run in lane.runs for position in run.positions}
     axis = mesh.world if lane.placement.whole else mesh.replicate
-    its_turn = axis.rank == number % axis.size  # those that hold the same share the work lane by lane
+    # Those that hold the same share the work lane by lane.
+    its_turn = lane.divided or axis.rank == number % axis.size
     for position, parameter in enumerate(lane.parameters):
         rows, granule = lane.rows(position), lane.layout.tensors[position].granule
         run = runs.get(position)
-        empty = not parameter.numel and mesh.shard.rank and not lane.placement.whole  # one is enough to tell its name
+        empty = not parameter.numel and lane.part and not lane.placement.whole  # one is enough to tell its name
         yield Portion(
             name=parameter.name,
             aliases=tuple(parameter.aliases),
@@ -98,7 +99,7 @@ def _of_lane(number: int, lane: Lane) -> Iterator[Portion]:
             whole=lane.placement.whole,
             stepped=run.parameter if run is not None else lane.resting[position],
             offset=_offset(run, rows) if run is not None else 0,
-            owner=run.owner == lane.axis.rank if run is not None and run.owner is not None else None,
+            owner=run.owner == lane.spread.rank if run is not None and run.owner is not None else None,
         )
 
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import Run, put_away
-from ourshard.runtime.placement import At
 
 State = dict[str, Any]
 
@@ -124,11 +123,11 @@ def _gather_owned(optimizer: Optimizer, pieces: dict[str, _Piece], state: dict[s
         for name, told in sorted(state.get(key, {}).items()):
             if not isinstance(told, _AtOwner):
                 continue
-            if owner == lane.axis.rank:
+            if owner == lane.spread.rank:
                 value = _state(optimizer, piece)[name].detach().to(lane.device).contiguous()
             else:
                 value = torch.empty(told.shape, dtype=told.dtype, device=lane.device)
-            lane.unit.engine.collectives.broadcast(value, lane.axis, f"state of {lane.unit.label}", owner)
+            lane.unit.engine.collectives.broadcast(value, lane.spread, f"state of {lane.unit.label}", owner)
             if keep:
                 state[key][name] = value.cpu()
 
@@ -148,7 +147,7 @@ def _gather_lane(
             value = _state(optimizer, piece).get(name)
             if value is not None:
                 lane.rows_view(flat, piece.position).copy_(_rows_of(value, piece))
-        whole = _whole(lane, flat)
+        whole = lane.gather_exact(flat)
         for key, position in positions.items() if keep else ():
             if isinstance(state.get(key, {}).get(name), torch.dtype):
                 state[key][name] = lane.whole_view(whole, position).cpu()
@@ -161,17 +160,6 @@ def _rows_of(value: torch.Tensor, piece: _Piece) -> torch.Tensor:
     rows = piece.lane.rows(piece.position)
     numel = rows.numel(piece.lane.layout.tensors[piece.position].granule)
     return value[rows.offset - piece.run.start :][:numel].view(piece.lane.local_rows(piece.position).shape)
-
-
-def _whole(lane: Lane, flat: torch.Tensor) -> torch.Tensor:
-    if lane.placement.master is At.WHOLE or lane.axis.size == 1:
-        return flat
-    whole = torch.empty(lane.layout.numel, dtype=flat.dtype, device=flat.device)
-    start = lane.axis.rank * lane.layout.shard_numel
-    segment = whole[start : start + lane.layout.shard_numel]
-    segment.copy_(flat)
-    lane.unit.engine.collectives.all_gather(whole, segment, lane.axis, lane.unit.label)
-    return whole
 
 
 def load(optimizer: Optimizer, engines: Sequence[Engine], path: Path) -> None:
@@ -198,7 +186,7 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
         runs.setdefault(id(_stepped(piece)), []).append(piece)
     for pieces in runs.values():
         whole = [saved["state"].get(piece.key) for piece in pieces]
-        elsewhere = pieces[0].owner not in (None, pieces[0].lane.axis.rank)
+        elsewhere = pieces[0].owner not in (None, pieces[0].lane.spread.rank)
         if elsewhere or all(state is None for state in whole):
             optimizer.state.pop(_stepped(pieces[0]), None)
         else:

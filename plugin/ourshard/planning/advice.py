@@ -32,7 +32,7 @@ def runtime_memory(
     model: nn.Module, config: ShardConfig, mesh: MeshSizes, optimizer: Optimizer = OPTIMIZERS["adamw"]
 ) -> Memory:
     """Return what the runtime and the optimizer hold for `model`, sharded or not, without its activations."""
-    planned = plan_model(model, config, mesh.shard)
+    planned = plan_model(model, config, mesh)
     moves = Rehearsal(planned, config, mesh, _bare_visits(planned)).settled()
     return memory_of(planned, moves, optimizer, workspace=0)
 
@@ -79,6 +79,9 @@ def _alternatives(config: ShardConfig, mesh: MeshSizes) -> Iterator[tuple[str, s
     if config.secondary_shard_size is not None:
         change, sizes = config.replace(secondary_shard_size=None), MeshSizes(mesh.shard, mesh.replicate)
         yield "secondary_shard_size", "null", change, sizes, "gathers of backward leave the node"
+    if mesh.replicate > 1 and config.stage > 0 and config.shard_optimizer_over == "shard":
+        change = config.replace(shard_optimizer_over="all")
+        yield "shard_optimizer_over", "all", change, mesh, "no more bytes on the wire"
     if mesh.replicate > 1 and config.stage > 0:
         yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
 

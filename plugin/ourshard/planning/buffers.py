@@ -20,7 +20,7 @@ def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
             held[Kind.MASTER if lane.direct else Kind.FULL] += lane.full_nbytes
         if not lane.aliased:
             held[master_kind(lane)] += lane.master_nbytes
-        if lane.on_host and lane.sharded and lane.trainable:
+        if lane.has_shard:
             held[Kind.HOST if lane.shard_on_host else Kind.SHARD] += beside_nbytes(lane)
         held[Kind.SECONDARY] += lane.secondary_nbytes
     return dict(held)
@@ -40,8 +40,9 @@ def windows_nbytes(planned: PlannedModel, states: float) -> int:
 
 
 def beside_nbytes(lane: PlannedLane) -> int:
-    """Bytes of the shard in compute dtype beside a master on the host: `LaneStore._make_shard`."""
-    served = lane.shard_on_host and not lane.on_disk and lane.compute_nbytes == lane.store_nbytes  # the master serves
+    """Bytes of the shard in compute dtype beside a master: `LaneStore._make_shard`."""
+    same = lane.compute_nbytes == lane.store_nbytes and lane.replicas == 1
+    served = lane.shard_on_host and not lane.on_disk and same  # the master serves
     return 0 if served else lane.shard_numel * lane.compute_nbytes
 
 
@@ -95,3 +96,8 @@ def cast_nbytes(lane: PlannedLane) -> int:
 def summed_nbytes(lane: PlannedLane) -> int:
     """Bytes read and written to add a reduced gradient to the one at rest."""
     return 0 if lane.direct else lane.master_numel * (lane.reduce_nbytes + lane.store_nbytes)
+
+
+def waiting_nbytes(lane: PlannedLane) -> int:
+    """Bytes of the sum of backwards that do not sync, where masters are divided: `WaitingSum`."""
+    return lane.shard_numel * lane.store_nbytes

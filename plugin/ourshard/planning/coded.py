@@ -15,7 +15,9 @@ def coded_reduction(lane: PlannedLane, mesh: MeshSizes, config: ShardConfig, *, 
     calls = [Collective("all_to_all", "shard", whole)]
     if in_two_hops(config, mesh.node, mesh.cross):
         calls = [Collective("all_to_all", "node", whole), Collective("all_to_all", "cross", whole // mesh.node)]
-    if sync:
+    if sync and lane.replicas > 1:
+        calls.append(Collective("all_to_all", "replicate", lane.grad_codec.nbytes(lane.shard_numel)))
+    elif sync:
         whole = _replica_nbytes(lane, mesh)
         calls += [Collective(name, "replicate", whole) for name in ("all_to_all", "all_gather")]
     return calls
@@ -28,7 +30,8 @@ def messages_nbytes(lane: PlannedLane, mesh: MeshSizes, config: ShardConfig, *, 
     held = 2 * lane.grad_codec.nbytes(lane.numel)
     if in_two_hops(config, mesh.node, mesh.cross) and lane.reduce_nbytes < 4:
         held += 4 * lane.numel // mesh.node
-    return max(held, 2 * _replica_nbytes(lane, mesh)) if sync and mesh.replicate > 1 else held
+    gathers = sync and mesh.replicate > 1 and lane.replicas == 1
+    return max(held, 2 * _replica_nbytes(lane, mesh)) if gathers else held
 
 
 def _replica_nbytes(lane: PlannedLane, mesh: MeshSizes) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ourshard.config import ShardConfig, Tier
+from ourshard.planning.moves import MeshSizes
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
 from ourshard.runtime.codec import BlockCodec
@@ -25,7 +26,7 @@ class PlannedLane:
     """A lane by its sizes. Bytes are of one element; see Note [Buffers of a lane] in runtime/lane.py."""
 
     numel: int  # whole lane, padding counted
-    shard_numel: int
+    shard_numel: int  # of one rank on the shard axis
     used_numel: int  # without padding
     placement: Placement
     trainable: bool
@@ -37,6 +38,7 @@ class PlannedLane:
     shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
     coded_nbytes: int = 0  # of the whole lane as messages of the weights' codec; 0 where it travels as it is
     grad_codec: BlockCodec | None = None  # of reductions, where they are coded
+    replicas: int = 1  # over which the master of a shard is cut again: Note [Divided masters]
     secondary_nbytes: int = 0  # of the secondary shard; 0 where there is none
 
     @property
@@ -64,7 +66,12 @@ class PlannedLane:
 
     @property
     def master_numel(self) -> int:
-        return self.numel if self.placement.master is At.WHOLE else self.shard_numel
+        return self.numel if self.placement.whole else self.shard_numel // self.replicas
+
+    @property
+    def has_shard(self) -> bool:
+        """Say whether a shard in compute dtype rests beside the master: `LaneStore.shard`."""
+        return self.sharded and self.trainable and (self.on_host or self.replicas > 1)
 
     @property
     def master_nbytes(self) -> int:
@@ -115,9 +122,9 @@ class PlannedModel:
 
 
 def plan_model(
-    model: nn.Module, config: ShardConfig, shard_ranks: int, *, cast_small: bool = False, gpu: bool = False
+    model: nn.Module, config: ShardConfig, mesh: MeshSizes, *, cast_small: bool = False, gpu: bool = False
 ) -> PlannedModel:
-    """Lay out `model` (parameters may be on the meta device) for `shard_ranks` ranks on the shard axis.
+    """Lay out `model` (parameters may be on the meta device) for the ranks of `mesh`.
 
     `cast_small` is the runtime's: Accelerate's mixed precision leaves small parameters in their own dtype. On a `gpu`
     the runtime merges small units.
@@ -129,7 +136,9 @@ def plan_model(
     settings: Any = SimpleNamespace(
         config=config,
         mesh=SimpleNamespace(
-            shard=SimpleNamespace(size=shard_ranks), device=SimpleNamespace(type="cuda" if gpu else "cpu")
+            shard=SimpleNamespace(size=mesh.shard),
+            replicate=SimpleNamespace(size=mesh.replicate),
+            device=SimpleNamespace(type="cuda" if gpu else "cpu"),
         ),
         param_dtype=_dtype(config.precision.param_dtype),
         master_dtype=_dtype(config.precision.master_dtype) or torch.float32,
@@ -140,20 +149,23 @@ def plan_model(
     stock = take_stock(model, config.wrap, _merge_numel(settings))
     layouts = with_tiers([plan_lanes(entry.parameters, settings) for entry in stock], config.offload)
     for entry, layout in zip(stock, layouts, strict=True):
-        lanes = tuple(_lane(lane, reduce_dtype, config, rooted=entry.rooted) for lane in layout.lanes)
+        lanes = tuple(_lane(lane, reduce_dtype, config, mesh, rooted=entry.rooted) for lane in layout.lanes)
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
         units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
     return PlannedModel(tuple(units))
 
 
-def _lane(layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig, *, rooted: bool) -> PlannedLane:
+def _lane(
+    layout: Any, reduce_dtype: torch.dtype | None, config: ShardConfig, mesh: MeshSizes, *, rooted: bool
+) -> PlannedLane:
     key, offload = layout.key, config.offload
     codec, grad_codec = weight_codec(config.communication), gradient_codec(config.communication)
     reduce = reduce_dtype or key.compute_dtype
     shares = None if rooted or key.placement.params is At.WHOLE else config.secondary_shard_size
     return PlannedLane(
         numel=layout.numel,
-        shard_numel=layout.shard_numel,
+        shard_numel=layout.numel if key.placement.whole else layout.numel // mesh.shard,
+        replicas=mesh.replicate if key.placement.divided else 1,
         used_numel=layout.numel - layout.padding,
         placement=key.placement,
         trainable=key.trainable,

@@ -73,6 +73,8 @@ def describe(config: ShardConfig) -> str:
         words.append("kept whole for backward")
     if config.shard_size is not None:
         words.append(f"in each {'node' if config.shard_size == 'node' else config.shard_size}")
+    if config.shard_size is not None and config.shard_optimizer_over == "all":
+        words.append("optimizer over all")
     if config.secondary_shard_size is not None:
         words.append(f"second shard over {config.secondary_shard_size}")
     if config.activation_checkpointing:
@@ -96,6 +98,8 @@ def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
                 yield base.replace(**changes, reshard_after_forward=True)
                 if stage == 3:
                     yield base.replace(**changes, reshard_after_forward=False)
+                    if size is not None and base.shard_optimizer_over == "shard":
+                        yield base.replace(**changes, reshard_after_forward=True, shard_optimizer_over="all")
                     ranks = mesh_of(base.replace(**changes), hardware).shard
                     if second is not None and 1 < second < ranks and ranks % second == 0:
                         yield base.replace(**changes, reshard_after_forward=True, secondary_shard_size=second)
@@ -137,7 +141,7 @@ class Planner:
         """
         config = self._resolved(config)
         mesh = mesh_of(config, self.hardware)
-        planned = plan_model(self.model, config, mesh.shard, cast_small=not self.workload.accelerate, gpu=True)
+        planned = plan_model(self.model, config, mesh, cast_small=not self.workload.accelerate, gpu=True)
         peer = self._uses_peer_copies(config, mesh)
         moves = self._rehearse(planned, config, mesh, peer)
         optimizer = OPTIMIZERS[self.workload.optimizer]

@@ -10,7 +10,7 @@ so that the two can't drift apart unseen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from ourshard.planning.buffers import (
     sent_nbytes,
     summed_nbytes,
     travel_nbytes,
+    waiting_nbytes,
 )
 from ourshard.planning.coded import coded_reduction, messages_nbytes
 from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
@@ -45,6 +46,7 @@ class _Lane:
     arriving: int = 0  # bytes in the ledger; 0 when there is none
     lent: bool = False  # `arriving` is in the peers' arena, which is counted once
     gradient: bool = False  # there is a reduced gradient
+    waiting: bool = False  # there is a sum that waits for a sync, or, on the host, memory for one
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class _Unit:
     is_ahead: bool = False
     held: bool = False
     has_secondary: bool = False  # its secondary shard shows the masters
+    stale: bool = True  # nothing that rests shows the masters
     running: bool = False
     calls: int = 0  # forwards whose backward is still to come
     reduced: bool = False
@@ -224,6 +227,7 @@ class Rehearsal:
         for unit in self._units:
             if any(not lane.direct for lane in unit.planned.lanes):
                 unit.whole = unit.has_secondary = False
+                unit.stale = True
         for unit in (self._root, *self._units[:-1]):
             if not unit.planned.sharded:
                 self._gather(unit)
@@ -266,11 +270,8 @@ class Rehearsal:
             calls = tuple(Collective("all_gather", "node", lane.full_nbytes) for lane in unit.planned.sharded_lanes)
             self._move(Does.GATHER, unit, collectives=calls)
             return
-        calls = tuple(
-            Collective("all_gather", "shard", lane.coded_nbytes or lane.full_nbytes)
-            for lane in unit.planned.lanes
-            if not lane.placement.whole and self.mesh.shard > 1
-        )
+        calls = tuple(call for lane in unit.planned.lanes for call in self._lane_gather(lane, unit.stale))
+        unit.stale = False
         secondary = sum(lane.secondary_nbytes for lane in unit.planned.lanes)
         unit.has_secondary = secondary > 0
         cast = sum(cast_nbytes(lane) for lane in unit.planned.lanes) + 2 * secondary
@@ -278,6 +279,12 @@ class Rehearsal:
         self._held[Kind.SLOT] += message  # while the gather runs
         self._move(Does.GATHER, unit, collectives=calls, nbytes=cast)
         self._held[Kind.SLOT] -= message
+
+    def _lane_gather(self, lane: PlannedLane, stale: bool) -> Iterator[Collective]:
+        if lane.replicas > 1 and stale:
+            yield Collective("all_gather", "replicate", lane.shard_numel * lane.compute_nbytes)
+        if not lane.placement.whole and self.mesh.shard > 1:
+            yield Collective("all_gather", "shard", lane.coded_nbytes or lane.full_nbytes)
 
     def _release(self, unit: _Unit) -> None:
         """Follow `Unit.release`."""
@@ -312,7 +319,10 @@ class Rehearsal:
             if not lane.lent:
                 lane.arriving = planned.numel * width
                 self._held[arriving_kind(planned)] += lane.arriving
-        if reduce_next and not planned.direct and not lane.gradient:
+        if reduce_next and planned.replicas > 1 and not self._sync:
+            if not lane.waiting:
+                self._hold_waiting(lane, 1)
+        elif reduce_next and not planned.direct and not lane.gradient:
             lane.gradient = True
             self._held[Kind.HOST if planned.on_host else Kind.GRADIENT] += planned.master_nbytes
         self._move(Does.COPY, unit, nbytes=leaf_nbytes(planned) + planned.numel * width)
@@ -362,8 +372,15 @@ class Rehearsal:
             if planned.is_coded:
                 calls = coded_reduction(planned, self.mesh, self.config, sync=self._sync)
             elif self._sync:
-                calls.append(Collective("all_reduce", "replicate", planned.shard_numel * planned.reduce_nbytes))
+                name = "reduce_scatter" if planned.replicas > 1 else "all_reduce"
+                calls.append(Collective(name, "replicate", planned.shard_numel * planned.reduce_nbytes))
+            if self._sync and lane.waiting and not planned.on_host:
+                self._hold_waiting(lane, -1)
         return [call for call in calls if self.mesh.of(call.axis) > 1]
+
+    def _hold_waiting(self, lane: _Lane, sign: int) -> None:
+        lane.waiting = sign > 0
+        self._held[Kind.HOST if lane.planned.on_host else Kind.GRADIENT] += sign * waiting_nbytes(lane.planned)
 
     def _move(
         self,

@@ -180,7 +180,10 @@ def _reductions(numel: int, axes: Axes, step: Step, transport: Transport) -> Ite
             yield Traffic("all_to_all", axis, step.reductions * nbytes, step.reductions)
     # Over `replicate` only what this rank keeps travels, once a step.
     kept = (numel if step.stage == 0 else numel // axes.shard) * transport.grad_nbytes
-    if step.optimizer_over_all and step.stage > 0:
+    if step.optimizer_over_all and step.stage > 0 and transport.gradients is not None:
+        sent = transport.gradients.nbytes(numel // axes.shard)
+        yield Traffic("all_to_all", "replicate", ring_nbytes(sent, axes.replicate))
+    elif step.optimizer_over_all and step.stage > 0:
         yield Traffic("reduce_scatter", "replicate", ring_nbytes(kept, axes.replicate))
     elif transport.gradients is None:
         yield Traffic("all_reduce", "replicate", all_reduce_nbytes(kept, axes.replicate))

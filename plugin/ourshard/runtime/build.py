@@ -19,6 +19,7 @@ from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.coded import can_code, weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.disk import open_disk
+from ourshard.runtime.divided import divides_masters, effective_stage
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
@@ -61,11 +62,12 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
 
 
 def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
-    """Lay the parameters of one unit out: sharded ones over the shard axis, whole ones in lanes of one rank."""
+    """Lay the parameters of one unit out: sharded ones over the ranks that have parts, whole ones for one rank."""
     by_world: dict[int, list[int]] = defaultdict(list)
     keys = [_lane_key(parameter, engine) for parameter in parameters]
     for index, key in enumerate(keys):
-        by_world[1 if key.placement.whole else engine.mesh.shard.size].append(index)
+        replicas = engine.mesh.replicate.size if key.placement.divided else 1
+        by_world[1 if key.placement.whole else engine.mesh.shard.size * replicas].append(index)
     lanes: list[LaneLayout] = []
     for world, indices in sorted(by_world.items()):
         specs = [TensorSpec(parameters[i].name, parameters[i].shape, keys[i]) for i in indices]
@@ -85,9 +87,9 @@ def _masters_nbytes(layouts: Sequence[UnitLayout]) -> int:
 def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
     trainable = parameter.tensor.requires_grad
     small = parameter.numel < engine.config.persist_below
-    # A shard of one rank is the whole, unless its master is elsewhere.
-    stage = engine.config.stage if engine.mesh.shard.size > 1 or engine.config.offload.active else 0
-    placement = placement_of(stage, small=small, trainable=trainable)
+    config, shards, replicas = engine.config, engine.mesh.shard.size, engine.mesh.replicate.size
+    stage, over_all = effective_stage(config, shards, replicas), divides_masters(config, replicas)
+    placement = placement_of(stage, small=small, trainable=trainable, over_all=over_all)
     compute = store = parameter.dtype
     if parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1:
         if engine.param_dtype is not None and (engine.cast_small or not small):
@@ -228,8 +230,6 @@ def _refuse_unsupported(engine: Engine) -> None:
     mesh, wanted = engine.mesh, config.communication.node_size
     if wanted not in (None, 1, mesh.shard.size, mesh.node.size):
         raise ValueError(f"communication.node_size: the mesh that was given has {mesh.node.size} ranks in a node.")
-    if config.shard_optimizer_over == "all" and engine.mesh.replicate.size > 1:
-        raise ValueError("shard_optimizer_over: 'all' is not available in this version; use 'shard'.")
     if config.checkpoint.asynchronous and config.checkpoint.format is CheckpointFormat.FULL:
         raise ValueError("checkpoint.asynchronous: format full is gathered and written at once; use sharded, or false.")
     if config.checkpoint.keep is not None and config.checkpoint.format is CheckpointFormat.FULL:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.mesh import Axis
 
 _before_clipping: OrderedDict[int, Callable[[], None]] = OrderedDict()
 
@@ -30,9 +31,9 @@ def register_clip_pre_hook(look: Callable[[], None]) -> RemovableHandle:
 
 @dataclass(slots=True)
 class _Gradients:
-    """Local gradients to look at: `sharded` by engine (this rank's rows only), `whole` the same on all ranks."""
+    """Local gradients to look at: `sharded` (this rank's rows) by engine and axis, `whole` the same on all ranks."""
 
-    sharded: dict[Engine, list[torch.Tensor]] = field(default_factory=dict)
+    sharded: dict[tuple[Engine, Axis], list[torch.Tensor]] = field(default_factory=dict)
     whole: list[torch.Tensor] = field(default_factory=list)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a tensor, of order 2, where it is known
     dtype: torch.dtype = torch.float32  # of their norm; the same on a rank that holds no rows
@@ -49,8 +50,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of the gradients of `parameters` (or of a model), as `torch.nn.utils.clip_grad_norm_` does.
 
-    Returns the norm before clipping, a 0-d tensor that is the same on every rank. Collective over the shard axis:
-    call it on all ranks. Each element counts once, whichever ranks hold it.
+    Returns the norm before clipping, a 0-d tensor that is the same on every rank. Collective: call it on all
+    ranks. Each element counts once, whichever ranks hold it.
     """
     gradients = _collect(parameters)
     for look in tuple(_before_clipping.values()):
@@ -97,7 +98,7 @@ def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _
 
 
 def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
-    mine = found.sharded.setdefault(lane.unit.engine, [])
+    mine = found.sharded.setdefault((lane.unit.engine, lane.spread), [])
     lane.forget_released()
     lane.erase_dropped()
     valid = [position for position in sorted(positions) if lane.valid[position]]
@@ -116,10 +117,10 @@ def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
 def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
     dtype, norms = gradients.dtype, gradients.norms if order == 2.0 else {}
     parts = [_local(gradients.whole, order, None, dtype, {})] if gradients.whole else []
-    for engine, tensors in gradients.sharded.items():
+    for (engine, axis), tensors in gradients.sharded.items():
         local = _local(tensors, order, engine.mesh.device, dtype, norms).to(engine.mesh.device)
         op = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
-        engine.collectives.all_reduce(local, engine.mesh.shard, "the gradient norm", op)
+        engine.collectives.all_reduce(local, axis, "the gradient norm", op)
         parts.append(local)
     if not parts:
         return torch.tensor(0.0)

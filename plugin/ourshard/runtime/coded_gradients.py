@@ -20,7 +20,8 @@ So between nodes each rank sends 1/n of the bytes. A value is coded twice then, 
 
 Over `replicate` what the rank keeps is reduced when syncing: an all-to-all of messages, the mean in float32, and a
 gather of the means, coded again, so that all replicas have the same bits. A shard that does not cut into whole blocks
-for each replica is padded with zeros.
+for each replica is padded with zeros. Divided masters (Note [Divided masters] in divided.py) take their part of the
+mean, and no gather follows.
 
 A block with a NaN or an infinity is NaN in the mean, which loss scalers and clipping see.
 Source: Wang et al., 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", section 3.3.
@@ -96,6 +97,14 @@ class GradientCoder:
             self.codec.encode(sums, outgoing, parts=cross.size)
         self._exchange(incoming, outgoing, cross)
         self._mean_of(incoming, segment, cross.size)
+
+    def mean_part(self, own: torch.Tensor, segment: torch.Tensor) -> None:
+        """Leave the mean over `replicate` of this rank's part of `segment` in `own`, where masters are divided."""
+        axis = self._engine.mesh.replicate
+        with self._messages(self.codec.nbytes(segment.numel()), segment.device) as (sent, received):
+            self.codec.encode(segment, sent, parts=axis.size)
+            self._exchange(received, sent, axis)
+            self._mean_of(received, own, axis.size)
 
     def mean_replicas(self, segment: torch.Tensor) -> None:
         """Replace `segment`, what this rank keeps of the lane, by its mean over `replicate`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ourshard.runtime.buffer import own_memory
+from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_store import LaneStore
@@ -47,6 +48,7 @@ class Lane(LaneStore):
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self._shown: set[int] = set()  # positions whose whole parameter had its gradient set here
         self._dropped: set[int] = set()  # positions whose gradient was dropped, and is still in the sums
+        self.waiting = WaitingSum(self) if self.divided else None
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
 
     # ---- gradients -----------------------------------------------------------------------------------------
@@ -85,7 +87,7 @@ class Lane(LaneStore):
             dtype = self.leaves[0].dtype  # the user may have moved them: `model.to(dtype)`
             if self.arriving is None or self.arriving.dtype != dtype:
                 self.arriving = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
-                self._hold(Kind.GRADIENT, self.arriving)
+                self.hold(Kind.GRADIENT, self.arriving)
             return
         self.forget_released()
         self.erase_dropped()
@@ -93,7 +95,7 @@ class Lane(LaneStore):
         if self.arriving is None:
             self.arriving = self._make_arriving(reduce_next)
         if reduce_next:
-            self._open_gradient()
+            self._open_sum(self.unit.engine.sync_backward)
 
     def take_gradients(self) -> list[torch.Tensor]:
         """Move the leaves' gradients into `arriving`, where they add up until the next reduction.
@@ -165,7 +167,7 @@ class Lane(LaneStore):
                 dtype = self.lent_dtype
         with own_memory(self.device):
             buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-        self._hold(self._arriving_kind, buffer)
+        self.hold(self._arriving_kind, buffer)
         return buffer
 
     @property
@@ -250,26 +252,24 @@ class Lane(LaneStore):
                 self.arriving.copy_(buffer)
             self._reduced_version = self.arriving._version
             return [buffer]
-        self._hold(self._arriving_kind, self.arriving, -1)
+        self.hold(self._arriving_kind, self.arriving, -1)
         read = [self.arriving, buffer]
         self.arriving = None
         if self.placement.whole:
             engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
             self._accumulate(buffer, sync=False)
             return read
-        start = self.axis.rank * self.layout.shard_numel
-        segment = buffer[start : start + self.layout.shard_numel]
+        segment = self.segment_of(buffer)
         if self.coder is not None:
             self.coder.mean_scatter(segment, buffer)
         else:
             engine.reducer.mean_scatter(segment, buffer, self.axis, self.unit.label)
-        self._accumulate(segment, sync)
-        return read
+        return read + self._accumulate(segment, sync)
 
     def _reduce_in_pieces(self) -> list[torch.Tensor]:
         assert self.arriving is not None
         whole, self.arriving, self.in_pieces = self.arriving, None, False
-        self._hold(self._arriving_kind, whole, -1)
+        self.hold(self._arriving_kind, whole, -1)
         gradient, first = self._open_gradient()
         self.unit.engine.collectives.peer_reduce_in_pieces(whole, gradient, add=not first)
         self.accumulated = True
@@ -279,25 +279,31 @@ class Lane(LaneStore):
         """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""
         assert self.arriving is not None
         if self._travels_on(sync):
-            return Reduction(self.arriving, self._lent_segment(), add=False)
-        gradient, first = self._open_gradient()
-        self.accumulated = True
-        return Reduction(self.arriving, gradient, add=not first)
+            return Reduction(self.arriving, self.segment_of(self.arriving), add=False)
+        total, first = self._open_sum(sync)
+        if self.waiting is not None:
+            self.waiting.holds = True
+        else:
+            self.accumulated = True
+        return Reduction(self.arriving, total, add=not first)
 
     def _travels_on(self, sync: bool) -> bool:
         """Say whether the mean over the shard axis goes on from there: over `replicate`, or to the host."""
         return self.offloaded or (sync and self.unit.engine.mesh.replicate.size > 1)
 
-    def _lent_segment(self) -> torch.Tensor:
+    def end_loan(self, sync: bool) -> list[torch.Tensor]:
+        """Give the arena back, after the reduction that `lent_reduction` described; return what else was read."""
         assert self.arriving is not None
-        return self.arriving.view(self.axis.size, -1)[self.axis.rank]
-
-    def end_loan(self, sync: bool) -> None:
-        """Give the arena back, after the reduction that `lent_reduction` described."""
-        if self._travels_on(sync):
-            self._accumulate(self._lent_segment(), sync)
+        read = self._accumulate(self.segment_of(self.arriving), sync) if self._travels_on(sync) else []
         self.arriving = None
         self.is_lent = False
+        return read
+
+    def _open_sum(self, sync: bool) -> tuple[torch.Tensor, bool]:
+        """Return where the next mean over the shard axis adds up, held, and whether nothing has been added there."""
+        if self.waiting is not None and not sync:
+            return self.waiting.open(), not self.waiting.holds
+        return self._open_gradient()
 
     def _open_gradient(self) -> tuple[torch.Tensor, bool]:
         """Return `gradient`, held, and whether nothing has been accumulated in it."""
@@ -311,16 +317,30 @@ class Lane(LaneStore):
     def _make_gradient(self) -> torch.Tensor:
         if self.offloaded:
             if self._host_gradient is None:
-                self._host_gradient = self.take_host()
+                self._host_gradient = self.take_host(self.master.numel())
             return self._host_gradient
         with own_memory(self.device):
             gradient = torch.empty_like(self.master)
         self._hold_gradient(gradient.nbytes)
         return gradient
 
-    def _accumulate(self, segment: torch.Tensor, sync: bool) -> None:
-        """Add a reduced segment to `gradient`; when `sync`, make the sum the mean over `replicate`."""
-        engine = self.unit.engine
+    def _accumulate(self, segment: torch.Tensor, sync: bool) -> list[torch.Tensor]:
+        """Add a reduced segment to `gradient`; when `sync`, make the sum the mean over `replicate`.
+
+        Divided masters get their part of the mean, when `sync`. Returns the buffers that were read.
+        """
+        engine, read = self.unit.engine, []
+        if self.waiting is not None:
+            if not sync:
+                self.waiting.add(segment)
+                return []
+            read = self.waiting.give_to(segment)
+            own = self.own_in(segment)
+            if self.coder is not None:
+                self.coder.mean_part(own, segment)
+            else:
+                engine.reducer.mean_scatter(own, segment, engine.mesh.replicate, self.unit.label)
+            segment, sync = own, False
         gradient, first = self._open_gradient()
         replicated = sync and engine.mesh.replicate.size > 1
         if replicated and first:
@@ -341,6 +361,7 @@ class Lane(LaneStore):
         if self.offloaded:
             self._norm = (torch._foreach_norm([total.to(gradient.dtype)])[0], gradient._version)
         self.accumulated = True
+        return read
 
     def _mean_over_replicas(self, segment: torch.Tensor) -> None:
         if self.coder is not None:
@@ -424,8 +445,10 @@ class Lane(LaneStore):
         if not self.placement.whole:
             self._gradient = None
             self._hold_gradient(0)
+        if self.waiting is not None:
+            self.waiting.forget()
         if self.arriving is not None:
-            self._hold(self._arriving_kind, self.arriving, -1)
+            self.hold(self._arriving_kind, self.arriving, -1)
             self.arriving = None
             self.in_pieces = False
 
@@ -435,6 +458,8 @@ class Lane(LaneStore):
             self.rows_view(self.gradient, position).zero_()
         if self.arriving is not None:
             self.whole_view(self.arriving, position).zero_()
+        if self.waiting is not None:
+            self.waiting.zero(position)
 
     def local_gradient_rows(self, position: int) -> torch.Tensor:
         """Return this rank's rows of a reduced gradient, a view. Raises `RuntimeError` before it is reduced."""

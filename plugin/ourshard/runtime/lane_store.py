@@ -9,7 +9,8 @@ master    what the optimizer updates: this rank's shard, or the whole lane where
 arriving  whole gradients in reduce dtype: filled by backward, reduced, then empty (or kept, where gradients are whole
           at rest or a sync is deferred).
 gradient  reduced gradients in master dtype, accumulated over micro-batches: the shard, or the whole lane.
-shard     where masters are on the host (Note [Masters on the host] in host.py): this rank's shard in compute dtype.
+shard     where masters are on the host (Note [Masters on the host] in host.py), or divided (Note [Divided masters]):
+          this rank's shard in compute dtype.
 secondary where the config asks for one: this rank's part of the whole within its node. Note [Secondary shard].
 
 A lane is `direct` when the parameters that the user holds are the masters and the leaves at once: whole, one dtype.
@@ -69,7 +70,11 @@ class LaneStore:
         self.compute_dtype = key.compute_dtype
         self.parameters = [parameters[tensor.index] for tensor in layout.tensors]
         mesh = unit.engine.mesh
-        self.axis = mesh.shard
+        self.axis = mesh.shard  # that gathers and reductions go over first
+        self.divided = self.placement.divided  # Note [Divided masters] in divided.py
+        self.spread = mesh.world if self.divided else mesh.shard  # the ranks that have parts of the masters
+        self.parts = mesh.parts if self.divided else tuple(range(mesh.shard.size))  # of the ranks of `spread`
+        self.part = self.parts[self.spread.rank]
         self.device = mesh.device
         self.rank = mesh.world.rank
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
@@ -91,26 +96,47 @@ class LaneStore:
 
     def _make_buffers(self) -> None:
         ledger = self.unit.engine.ledger
-        numel, shard = self.layout.numel, self.layout.shard_numel
-        self.full = Slot(numel, self.compute_dtype, self.device, self._full_kind, ledger)
-        start = self.axis.rank * shard
-        self.segment = self.full.tensor[start : start + shard]
-        own = self.full.tensor if self.placement.master is At.WHOLE else self.segment
+        self._make_full()
+        own = self.full.tensor if self.placement.whole else self.own
         same = self.placement.params is At.WHOLE and self.store_dtype == self.compute_dtype
         self.aliased = same and not self.offloaded
         self.shard: torch.Tensor | None = None
         if self.offloaded:
-            self.master = self._take_disk() if self.on_disk else self.take_host()
-            if self.placement.params is At.SHARD and self.trainable:
-                self._make_shard()
+            self.master = self._take_disk() if self.on_disk else self.take_host(own.numel())
         elif self.aliased:
             self.master = own
         else:
             self.master = torch.zeros(own.numel(), dtype=self.store_dtype, device=self.device)
             if ledger is not None:
                 ledger.hold(Kind.MASTER, self.master.nbytes)
+        if self._has_shard:
+            self._make_shard()
         self._make_secondary()
         self.full.tensor.zero_()
+
+    def _make_full(self) -> None:
+        self.full = Slot(self.layout.numel, self.compute_dtype, self.device, self._full_kind, self.unit.engine.ledger)
+        self.segment = self.segment_of(self.full.tensor)
+        self.own = self.own_of(self.full.tensor)
+
+    def segment_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part, on the shard axis, of a flat buffer of the whole lane."""
+        if self.placement.whole:
+            return whole
+        numel = self.layout.numel // self.axis.size
+        return whole[self.axis.rank * numel : (self.axis.rank + 1) * numel]
+
+    def own_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's master stands for in a flat buffer of the whole lane."""
+        if self.placement.whole:
+            return whole
+        start = self.part * self.layout.shard_numel
+        return whole[start : start + self.layout.shard_numel]
+
+    def own_in(self, segment: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's master stands for in its segment: all of it, unless masters are divided."""
+        start = self.part * self.layout.shard_numel - self.axis.rank * segment.numel()
+        return segment[start : start + self.layout.shard_numel]
 
     def _make_secondary(self) -> None:
         mesh = self.unit.engine.mesh
@@ -118,12 +144,12 @@ class LaneStore:
         if wanted and self.placement.params is At.SHARD and not self.unit.rooted:
             self.secondary = SecondaryShard(self.full.tensor, mesh.node, self.unit.engine.ledger)
 
-    def take_host(self) -> torch.Tensor:
-        """Return host memory for a master or its gradient."""
+    def take_host(self, numel: int) -> torch.Tensor:
+        """Return host memory for a master or a gradient."""
         host = self.unit.engine.host
         assert host is not None
-        buffer = host.take(self.layout.shard_numel, self.store_dtype)
-        self._hold(Kind.HOST, buffer)
+        buffer = host.take(numel, self.store_dtype)
+        self.hold(Kind.HOST, buffer)
         return buffer
 
     def _take_disk(self) -> torch.Tensor:
@@ -132,16 +158,25 @@ class LaneStore:
         return disk.take(self.layout.shard_numel, self.store_dtype)
 
     def _make_shard(self) -> None:
-        host, numel = self.unit.engine.host, self.layout.shard_numel
+        host, numel = self.unit.engine.host, self.segment.numel()
         if not self._shard_on_host:
             self.shard = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-        elif self.compute_dtype == self.store_dtype and not self.on_disk:
+        elif self.compute_dtype == self.store_dtype and not self.on_disk and not self.divided:
             self.shard = None  # the master serves
             return
         else:
             assert host is not None
             self.shard = host.take(numel, self.compute_dtype)
-        self._hold(self._shard_kind, self.shard)
+        self.hold(self._shard_kind, self.shard)
+
+    @property
+    def gathers(self) -> bool:
+        """Say whether bringing the parameters in, again and again, communicates."""
+        return self.placement.params is At.SHARD and (self.axis.size > 1 or self.divided)
+
+    @property
+    def _has_shard(self) -> bool:
+        return self.placement.params is At.SHARD and self.trainable and (self.offloaded or self.divided)
 
     @property
     def _shard_on_host(self) -> bool:
@@ -167,7 +202,7 @@ class LaneStore:
         if self.placement.master is At.WHOLE:
             tensor = self.layout.tensors[position]
             return RowRange(0, tensor.rows, tensor.offset)
-        return self.layout.rows_on(position, self.axis.rank)
+        return self.layout.rows_on(position, self.part)
 
     def rows_view(self, buffer: torch.Tensor, position: int) -> torch.Tensor:
         """Return this rank's rows of one parameter in a flat buffer of master layout; shape (rows, ...).
@@ -197,11 +232,7 @@ class LaneStore:
 
     def load(self, whole: torch.Tensor) -> None:
         """Fill the master from a flat buffer of the whole lane, any floating dtype."""
-        if self.placement.master is At.WHOLE:
-            self.master.copy_(whole)
-        else:
-            start = self.axis.rank * self.layout.shard_numel
-            self.master.copy_(whole[start : start + self.layout.shard_numel])
+        self.master.copy_(self.own_of(whole))
         self.mark_stale()
 
     def take_over(self) -> None:
@@ -262,6 +293,8 @@ class LaneStore:
             self.check_disk()
             self.send_up()
         self.sent = False
+        if stale and self.divided:
+            self._join_parts()
         if self.shard is not None:
             self.segment.copy_(self.shard, non_blocking=True)
         elif self.placement.params is At.SHARD:
@@ -279,9 +312,19 @@ class LaneStore:
         """
         master = self.master if master is None else master
         if self.shard is not None:
-            self.shard.copy_(master if self._shard_on_host else self._above(master))
+            self.own_in(self.shard).copy_(master if self._shard_on_host else self._above(master))
         elif self.placement.params is At.WHOLE and not self.aliased:
-            self.segment.copy_(self._above(master))
+            self.own.copy_(self._above(master))
+
+    def _join_parts(self) -> None:
+        """Fill what rests between gathers with the parts of other replicas; on the current stream."""
+        replicate, label = self.unit.engine.mesh.replicate, self.unit.label
+        at_rest = self.segment if self.shard is None or self._shard_on_host else self.shard
+        if at_rest is self.segment and self.shard is not None:
+            self.own.copy_(self.own_in(self.shard), non_blocking=True)
+        self.unit.engine.collectives.all_gather(at_rest, self.own_in(at_rest), replicate, label)
+        if at_rest is self.segment and self.shard is not None:
+            self.shard.copy_(self.segment, non_blocking=True)
 
     def mark_stale(self) -> None:
         """Note that the master changed."""
@@ -295,14 +338,19 @@ class LaneStore:
 
     def gather_master(self) -> torch.Tensor:
         """Return the whole lane in store dtype, exact. Collective where masters are shards."""
-        if self.placement.master is At.WHOLE:
-            return self.master
         self.check_disk()
-        whole = torch.empty(self.layout.numel, dtype=self.store_dtype, device=self.device)
-        start = self.axis.rank * self.layout.shard_numel
-        segment = whole[start : start + self.layout.shard_numel]
-        segment.copy_(self.master)
-        self.unit.engine.collectives.all_gather(whole, segment, self.axis, self.unit.label)
+        return self.gather_exact(self.master)
+
+    def gather_exact(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the whole lane on the device from every rank's flat tensor in the layout of its master. Collective."""
+        if self.placement.whole:
+            return rows
+        whole = torch.empty(self.layout.numel, dtype=rows.dtype, device=self.device)
+        self.own_of(whole).copy_(rows)
+        engine, segment = self.unit.engine, self.segment_of(whole)
+        if self.divided:
+            engine.collectives.all_gather(segment, self.own_in(segment), engine.mesh.replicate, self.unit.label)
+        engine.collectives.all_gather(whole, segment, self.axis, self.unit.label)
         return whole
 
     def recast(self, dtype: torch.dtype) -> None:
@@ -312,12 +360,10 @@ class LaneStore:
         if self.aliased:
             self.master = self.master.clone()
             self.aliased = False
-            self._hold(Kind.MASTER, self.master)
+            self.hold(Kind.MASTER, self.master)
         self.full.free()
         self.compute_dtype = dtype
-        self.full = Slot(self.layout.numel, dtype, self.device, self._full_kind, self.unit.engine.ledger)
-        start = self.axis.rank * self.layout.shard_numel
-        self.segment = self.full.tensor[start : start + self.layout.shard_numel]
+        self._make_full()
         for position, leaf in enumerate(self.leaves):
             leaf.grad = None
             leaf.data = self.whole_view(self.full.tensor, position)
@@ -325,9 +371,9 @@ class LaneStore:
             self.secondary.let_go()
             self._make_secondary()
         self.mark_stale()
-        if self.offloaded and self.trainable and self.placement.params is At.SHARD:
+        if self._has_shard:
             if self.shard is not None:
-                self._hold(self._shard_kind, self.shard, -1)
+                self.hold(self._shard_kind, self.shard, -1)
             self._make_shard()
         if self.placement.params is At.SHARD:
             self.full.free()
@@ -349,10 +395,10 @@ class LaneStore:
         """Keep masters in another dtype from now on; a direct lane becomes one with masters beside the leaves."""
         kind = Kind.HOST if self.offloaded else Kind.MASTER
         if not self.aliased:
-            self._hold(kind, self.master, -1)
+            self.hold(kind, self.master, -1)
         self.store_dtype = dtype
         self.master = self.master.to(dtype)
-        self._hold(kind, self.master)
+        self.hold(kind, self.master)
         self.aliased = False
         if self.direct:
             self.direct = False
@@ -381,7 +427,7 @@ class LaneStore:
         if moved[0].dtype != self.store_dtype:
             self.recast(moved[0].dtype)
 
-    def _hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
+    def hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
         if self.unit.engine.ledger is not None:
             self.unit.engine.ledger.hold(kind, sign * tensor.nbytes)
 

@@ -38,6 +38,7 @@ class Mesh:
     device: torch.device
     node: Axis = Axis("node", 1, 0, None)  # neighbours on `shard`; one rank where nothing uses the axis
     cross: Axis = Axis("cross", 1, 0, None)  # the ranks at this one's place in each node
+    parts: tuple[int, ...] = (0,)  # of the world's ranks: which part each has of what is cut over shard x replicate
 
     @property
     def describe(self) -> str:
@@ -217,7 +218,13 @@ def _make_mesh(world: int, shard_size: int, per_node: int, device: torch.device,
     replicate = _make_axis("replicate", [list(range(k, world, shard_size)) for k in range(shard_size)], timeout)
     whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
     node, cross = _make_node(copies, per_node, timeout)
-    return Mesh(shard, replicate, whole, _make_control(timeout), device, node, cross)
+    return Mesh(shard, replicate, whole, _make_control(timeout), device, node, cross, _world_parts(copies))
+
+
+def _world_parts(copies: list[list[int]]) -> tuple[int, ...]:
+    """Number the ranks so that those which have one place in each list of `copies` follow each other."""
+    order = [rank for counterparts in zip(*copies, strict=True) for rank in counterparts]
+    return tuple(order.index(rank) for rank in range(len(order)))
 
 
 def _make_node(copies: list[list[int]], size: int, timeout: timedelta | None) -> tuple[Axis, Axis]:
@@ -248,5 +255,7 @@ def _from_device_mesh(mesh: DeviceMesh, per_node: int, device: torch.device, tim
     world = dist.get_world_size()
     whole = Axis("world", world, dist.get_rank(), dist.group.WORLD if world > 1 else None)
     replicate = axis("replicate", 0) if mesh.ndim == 2 else lone
-    node, cross = _make_node(mesh.mesh.view(-1, mesh.size(-1)).tolist(), per_node, timeout)
-    return Mesh(axis("shard", mesh.ndim - 1), replicate, whole, _make_control(None), device, node, cross)
+    copies = mesh.mesh.view(-1, mesh.size(-1)).tolist()
+    node, cross = _make_node(copies, per_node, timeout)
+    shard = axis("shard", mesh.ndim - 1)
+    return Mesh(shard, replicate, whole, _make_control(None), device, node, cross, _world_parts(copies))

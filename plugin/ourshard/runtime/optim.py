@@ -60,10 +60,10 @@ class Run:
             last = lane.rows(held[-1])
             self.start = lane.rows(held[0]).offset
             self.stop = last.offset + last.numel(lane.layout.tensors[held[-1]].granule)
-        self.parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
+        self.parameter: nn.Parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
         if held:
             self.parameter.data = lane.master[self.start : self.stop]
-        self.owner: int | None = None  # the rank of the shard axis that steps it whole: Note [Owners] in owners.py
+        self.owner: int | None = None  # the rank of `lane.spread` that steps it whole: Note [Owners] in owners.py
         self.handed_out = False
         self.uneven = False  # gradients of some parameters were dropped since `hand_out`
         self.group = group
@@ -203,7 +203,7 @@ def _settle_owners(optimizer: Optimizer) -> None:
     runs = _runs_of(optimizer)
     assign_owners(runs)
     for run in runs:
-        if run.owner != run.lane.axis.rank:
+        if run.owner != run.lane.spread.rank:
             optimizer.state.pop(run.parameter, None)
 
 

@@ -23,21 +23,22 @@ from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Kind
 
 if TYPE_CHECKING:
+    from ourshard.runtime.mesh import Axis
     from ourshard.runtime.optim import Run
 
 
 def assign_owners(runs: Sequence[Run]) -> None:
     """Give each run that has none an owner: the largest first, to the rank that owns the fewest bytes.
 
-    All ranks come to the same result, whatever rows they hold. Ranks count within the shard axis.
+    All ranks come to the same result, whatever rows they hold. Ranks count within those that have parts of the masters.
     """
-    loads: dict[Engine, list[int]] = {}
+    loads: dict[tuple[Engine, Axis], list[int]] = {}
     for run in runs:
-        owned = loads.setdefault(run.lane.unit.engine, [0] * run.lane.axis.size)
+        owned = loads.setdefault((run.lane.unit.engine, run.lane.spread), [0] * run.lane.spread.size)
         if run.owner is not None:
             owned[run.owner] += _whole_nbytes(run)
     for run in sorted((run for run in runs if run.owner is None), key=_size_then_place):
-        owned = loads[run.lane.unit.engine]
+        owned = loads[run.lane.unit.engine, run.lane.spread]
         run.owner = owned.index(min(owned))
         owned[run.owner] += _whole_nbytes(run)
 
@@ -71,7 +72,8 @@ class Loan:
     def __init__(self, lane: Lane, runs: list[Run]) -> None:
         self._lane = lane
         self._runs = runs
-        self._axis = lane.axis
+        self._axis = lane.spread
+        self._in_order = sorted(range(lane.spread.size), key=lane.parts.__getitem__)  # ranks, by the rows they have
         self._rows = [run.parameter.data for run in runs]
         self._gradients = [run.parameter.grad for run in runs]  # kept: the lane's gradient lives in them
         mine = [run for run in runs if run.owner == self._axis.rank]
@@ -92,8 +94,9 @@ class Loan:
         sent = {owner: list(self._both_rows(owner)) for owner in self._ranks}
         counts = [2 * self._numel(self._axis.rank, rank) for rank in self._ranks]
         found: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for rank, flat in enumerate(self._exchange(sent, counts)):
-            start = 0
+        received = self._exchange(sent, counts)
+        for rank in self._in_order:
+            flat, start = received[rank], 0
             for run in self._owned_by(self._axis.rank):
                 pair = found.setdefault(run.positions[0], ([], []))
                 for pieces in pair:
@@ -118,7 +121,7 @@ class Loan:
         sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
         for run in self._mine:
             flat, start = run.parameter.data.reshape(-1), 0
-            for rank in self._ranks:
+            for rank in self._in_order:
                 numel = self._rows_numel(run, rank)
                 sent[rank].append(flat[start : start + numel])
                 start += numel
@@ -146,7 +149,7 @@ class Loan:
     def _rows_numel(self, run: Run, rank: int) -> int:
         position = run.positions[0]
         layout = self._lane.layout
-        return layout.rows_on(position, rank).numel(layout.tensors[position].granule)
+        return layout.rows_on(position, self._lane.parts[rank]).numel(layout.tensors[position].granule)
 
     def _numel(self, owner: int, rank: int) -> int:
         """Count the elements on `rank` of what `owner` owns."""

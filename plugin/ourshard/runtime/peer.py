@@ -248,7 +248,7 @@ def _sizes(units: list[Unit]) -> tuple[int, int]:
     staging = arena = 0
     for unit in (unit for unit in units if not unit.rooted):
         sharded = [lane for lane in unit.lanes if not lane.placement.whole]
-        staging = max([staging, *(lane.layout.shard_numel * lane.compute_dtype.itemsize for lane in sharded)])
+        staging = max([staging, *(lane.segment.nbytes for lane in sharded)])
         arena = max(
             arena, sum(_aligned(lane.layout.numel * lane.lent_dtype.itemsize) for lane in sharded if lane.trainable)
         )

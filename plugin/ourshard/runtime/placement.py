@@ -6,7 +6,7 @@ decided once; the rest of the runtime only asks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -15,7 +15,8 @@ class At(Enum):
     """What a rank holds at rest."""
 
     WHOLE = "whole"
-    SHARD = "shard"
+    SHARD = "shard"  # one part of what is cut over the shard axis
+    WORLD_SHARD = "world shard"  # masters only: one part of what is cut over shard x replicate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,18 @@ class Placement:
     master: At
 
     def __post_init__(self) -> None:
-        order = (self.params, self.grads, self.master)
-        assert all(not (a is At.SHARD and b is At.WHOLE) for a, b in pairwise(order)), order
+        order = [list(At).index(at) for at in (self.params, self.grads, self.master)]
+        assert all(a <= b for a, b in pairwise(order)), self
 
     @property
     def whole(self) -> bool:
         """Say whether everything is whole, as under DDP."""
         return self.master is At.WHOLE
+
+    @property
+    def divided(self) -> bool:
+        """Say whether masters are cut over replicas too: Note [Divided masters] in divided.py."""
+        return self.master is At.WORLD_SHARD
 
 
 WHOLE = Placement(At.WHOLE, At.WHOLE, At.WHOLE)
@@ -46,12 +52,15 @@ _BY_STAGE = {
 }
 
 
-def placement_of(stage: int, *, small: bool = False, trainable: bool = True) -> Placement:
+def placement_of(stage: int, *, small: bool = False, trainable: bool = True, over_all: bool = False) -> Placement:
     """Return the placement of a lane.
 
     Small parameters stay whole at every stage. Frozen ones have neither gradient nor master: they are whole
-    up to stage 2.
+    up to stage 2. With `over_all` the masters of trainable ones are cut over replicas too.
     """
     if small or (not trainable and stage < 3):
         return WHOLE
-    return _BY_STAGE[stage]
+    placement = _BY_STAGE[stage]
+    if over_all and trainable and not placement.whole:
+        return replace(placement, master=At.WORLD_SHARD)
+    return placement

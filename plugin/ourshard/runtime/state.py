@@ -67,7 +67,7 @@ def _write_back(lane: Lane, modifier_rank: int | None) -> None:
         lane.unit.engine.collectives.broadcast(lane.full.tensor, world, lane.unit.label, modifier_rank)
     if lane.aliased:
         return
-    seen = (lane.full.tensor if lane.placement.whole else lane.segment).to(lane.master.device)
+    seen = (lane.full.tensor if lane.placement.whole else lane.own).to(lane.master.device)
     changed = seen != lane.master.to(lane.compute_dtype)
     torch.where(changed, seen.to(lane.store_dtype), lane.master, out=lane.master)
 

@@ -9,6 +9,7 @@ import torch
 
 from ourshard.config import Accumulate, Codec, ShardConfig, Tier, flatten
 from ourshard.runtime.coded_gradients import in_two_hops
+from ourshard.runtime.divided import divides_masters, effective_stage
 from ourshard.runtime.mesh import first_hop, local_size
 from ourshard.runtime.placement import At
 
@@ -23,8 +24,9 @@ def summary(engine: Engine) -> str:
     """Return a few lines: stage, mesh, units, lanes, dtypes, tiers, bytes a rank, and what is inactive."""
     lanes = list(engine.lanes())
     config, mesh = engine.config, engine.mesh
+    over_all = ", masters over all ranks" if divides_masters(config, mesh.replicate.size) else ""
     parts = [
-        f"stage {config.stage} over {mesh.describe} on {mesh.device.type}",
+        f"stage {config.stage} over {mesh.describe} on {mesh.device.type}{over_all}",
         _parameters(engine, lanes),
         f"compute/reduce/master dtypes {', '.join(sorted({_dtypes(lane) for lane in lanes}))}",
         _tiers(engine),
@@ -91,28 +93,28 @@ def inactive(engine: Engine) -> dict[str, str]:
     return {key: reason for key, reason in reasons if key == "stage" or mine[key] != default[key]}
 
 
-def _is_alone(engine: Engine) -> bool:
-    """Say whether each rank holds a whole copy although the stage would shard it."""
-    return engine.config.stage > 0 and engine.mesh.shard.size == 1 and not engine.config.offload.active
+def _stage(engine: Engine) -> int:
+    return effective_stage(engine.config, engine.mesh.shard.size, engine.mesh.replicate.size)
 
 
 def _without_shards(engine: Engine) -> Iterator[tuple[str, str]]:
-    if _is_alone(engine):
-        yield (
-            "stage",
-            "one rank has a whole copy of the model (by shard_size, or since it is alone), so nothing is sharded",
-        )
+    left = _stage(engine)
+    if left != engine.config.stage:
+        then = f"parameters stay whole as at stage {left}" if left else "nothing is sharded"
+        yield "stage", f"one rank has a whole copy of the model (by shard_size, or since it is alone), so {then}"
     if engine.mesh.world.size == 1:
         yield "timeout", "one rank waits for no other"
     if engine.mesh.replicate.size == 1:
         yield "shard_optimizer_over", "there is one replica"
+    elif engine.config.stage == 0:
+        yield "shard_optimizer_over", "stage 0 has whole masters"
     if engine.mesh.device.type != "cuda":
         yield "communication.transport", "gloo moves the bytes between CPUs"
 
 
 def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
     config = engine.config
-    stage = 0 if _is_alone(engine) else config.stage
+    stage = _stage(engine)
     if stage == 0 and config.stage == 0:
         yield "shard_size", "stage 0 has no shards"
     if stage < 3:

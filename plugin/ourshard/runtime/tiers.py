@@ -15,7 +15,6 @@ from dataclasses import replace
 from ourshard.config import OffloadConfig, Tier
 from ourshard.runtime.lane_store import LaneKey
 from ourshard.runtime.layout import LaneLayout, UnitLayout
-from ourshard.runtime.placement import At
 
 
 def refuse_nvme(offload: OffloadConfig) -> None:
@@ -54,7 +53,7 @@ def _part(lanes: Sequence[LaneLayout], ratio: float) -> set[int]:
 
 
 def _is_shard(lane: LaneLayout) -> bool:
-    return lane_key(lane).placement.master is At.SHARD
+    return not lane_key(lane).placement.whole
 
 
 def lane_key(lane: LaneLayout) -> LaneKey:

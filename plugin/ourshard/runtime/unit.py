@@ -77,7 +77,7 @@ class Unit:
         """Make the lanes of a layout over `parameters`."""
         reduce_dtype = self.engine.reduce_dtype
         self.lanes = [Lane(self, lane, parameters, reduce_dtype or lane.key.compute_dtype) for lane in layout.lanes]  # type: ignore[attr-defined]
-        self.sharded = self.engine.mesh.shard.size > 1 and any(lane.placement.params is At.SHARD for lane in self.lanes)
+        self.sharded = any(lane.gathers for lane in self.lanes)
 
     def take_over(self) -> None:
         """Turn the model's parameters into what the lanes hold; see `Lane.take_over`."""
@@ -368,7 +368,7 @@ class Unit:
                 engine.collectives.peer_reduce([lane.lent_reduction(engine.sync_backward) for lane in lent], self.label)
             for lane in due:
                 if lane.is_lent:
-                    lane.end_loan(engine.sync_backward)
+                    read += lane.end_loan(engine.sync_backward)
                 else:
                     read += lane.reduce(engine.sync_backward)
             passed = engine.streams.event()
