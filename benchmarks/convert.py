@@ -1,15 +1,18 @@
 """Convert large checkpoints, beside a plain copy of the same bytes and the tools of others: seconds, rate, peak memory.
 
 python benchmarks/convert.py --folder /path/on/the/disk [--gigabytes 6] [--peer-gigabytes 1] [--deepspeed-python PYTHON]
+python benchmarks/convert.py --folder /path/on/the/disk --gigabytes 2 --peer-gigabytes 0 --inside
 
-Every line is a process of its own; its peak resident memory is what the kernel counted. All results of ours are
-flushed to the disk, and the copies too; those of the others as they do it. With `--deepspeed-python`, zero_to_fp32 of
-that environment converts the same ZeRO-2 folder as we do.
+Every line is a process of its own; its peak resident memory is what the kernel counted. With `--inside` it is a call in
+this one, without the start of Python and torch. All results of ours are flushed to the disk, and the copies too; those
+of the others as they do it. With `--deepspeed-python`, zero_to_fp32 of that environment converts the same ZeRO-2 folder
+as we do.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import shutil
 import sys
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ourshard.checkpoint.conversion import convert as convert_inside
 from ourshard.checkpoint.inspection import nbytes_text
 from ourshard.checkpoint.source import detect
 from rich.console import Console
@@ -28,13 +32,30 @@ from safetensors.torch import save_file
 WIDTH = 4096
 ROWS = 2048  # 32 MiB in fp32
 
-COPY = """
+TARGETS = {
+    "to ourshard, 4 ranks": {"to": "ourshard", "world_size": 4},
+    "to ourshard, 1 rank": {"to": "ourshard"},
+    "to safetensors, files of 2 GB": {"to": "safetensors", "max_shard_size": "2GB"},
+    "to safetensors, bf16": {"to": "safetensors", "dtype": "bf16"},
+    "to torch.save": {"to": "torch", "max_shard_size": "2GB"},
+    "to dcp": {"to": "dcp"},
+}
+
+
+def copy_flushed(source: str | Path, target: str | Path) -> None:
+    """Copy the files of a folder and flush each."""
+    os.mkdir(target)
+    for name in sorted(os.listdir(source)):
+        shutil.copyfile(os.path.join(source, name), os.path.join(target, name))
+        with open(os.path.join(target, name), "rb") as file:
+            os.fsync(file.fileno())
+
+
+COPY = f"""
 import os, shutil, sys
-os.mkdir(sys.argv[2])
-for name in sorted(os.listdir(sys.argv[1])):
-    shutil.copyfile(os.path.join(sys.argv[1], name), os.path.join(sys.argv[2], name))
-    with open(os.path.join(sys.argv[2], name), "rb") as file:
-        os.fsync(file.fileno())
+from pathlib import Path
+{inspect.getsource(copy_flushed)}
+copy_flushed(*sys.argv[1:])
 """
 
 
@@ -149,17 +170,11 @@ def show(title: str, runs: Sequence[Run], copies: Sequence[Run | None]) -> None:
 def own_runs(folder: Path, nbytes: int, repeat: int) -> None:
     source = folder / "weights"
     make_weights(source, nbytes)
-    targets = {
-        "to ourshard, 4 ranks": ("--to", "ourshard", "--world-size", "4"),
-        "to safetensors, files of 2 GB": ("--to", "safetensors", "--max-shard-size", "2GB"),
-        "to safetensors, bf16": ("--to", "safetensors", "--dtype", "bf16"),
-        "to torch.save": ("--to", "torch", "--max-shard-size", "2GB"),
-        "to dcp": ("--to", "dcp"),
-    }
     copy = [sys.executable, "-c", COPY, str(source), str(folder / "out")]
     runs: list[Run] = []
     copies: list[Run | None] = []
-    for what, options in targets.items():
+    for what, wanted in TARGETS.items():
+        options = [text for name, value in wanted.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         # A copy before each run, and the pair with the median ratio: the disk and the cores may be shared.
         pairs = []
         for _ in range(repeat):
@@ -174,6 +189,32 @@ def own_runs(folder: Path, nbytes: int, repeat: int) -> None:
         copies += [None, first]
     shutil.rmtree(source)
     show(f"{nbytes / 1e9:g} GB of fp32 weights, --memory 1GiB, median of {repeat}", runs, copies)
+
+
+def inside_runs(folder: Path, nbytes: int, repeat: int) -> None:
+    """Time calls in this process, each right after a copy; the median ratio of all."""
+    source, out = folder / "weights", folder / "out"
+    make_weights(source, nbytes)
+    table = Table(
+        "what", "copy, seconds", "seconds", "CPU seconds", "of the copy", title=f"{nbytes / 1e9:g} GB, inside"
+    )
+    for what, options in TARGETS.items():
+        pairs = []
+        for _ in range(repeat):
+            os.sync()
+            began = time.perf_counter()
+            copy_flushed(source, out)
+            copied = time.perf_counter() - began
+            shutil.rmtree(out)
+            os.sync()
+            began, used = time.perf_counter(), time.process_time()
+            convert_inside(source, out, memory="1GiB", **options)
+            pairs.append((copied, time.perf_counter() - began, time.process_time() - used))
+            shutil.rmtree(out)
+        copied, seconds, cpu = sorted(pairs, key=lambda pair: pair[0] / pair[1])[repeat // 2]
+        table.add_row(what, f"{copied:.2f}", f"{seconds:.2f}", f"{cpu:.2f}", f"{100 * copied / seconds:.0f}%")
+    shutil.rmtree(source)
+    Console(width=120).print(table)
 
 
 def peer_runs(folder: Path, nbytes: int, deepspeed_python: str | None) -> None:
@@ -215,6 +256,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=6.0)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--peer-gigabytes", type=float, default=1.0)
+    parser.add_argument("--inside", action="store_true", help="calls in this process, not processes")
     parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed")
     arguments = parser.parse_args()
     folder = arguments.folder
@@ -222,7 +264,7 @@ def main() -> None:
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty")
     if arguments.gigabytes:
-        own_runs(folder, int(arguments.gigabytes * 1e9), arguments.repeat)
+        (inside_runs if arguments.inside else own_runs)(folder, int(arguments.gigabytes * 1e9), arguments.repeat)
     if arguments.peer_gigabytes:
         peer_runs(folder, int(arguments.peer_gigabytes * 1e9), arguments.deepspeed_python)
 
