@@ -25,7 +25,9 @@ SOURCES = [path for folder in ("plugin", "trainer_callbacks") for path in sorted
 
 
 def _blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    """Return the fenced blocks of a language; "" is a block without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == language]
 
 
 def _with_section() -> list[tuple[str, str]]:
