@@ -43,8 +43,10 @@ class DiskFile:
         self.used = 0  # bytes from the start that were taken
         path = folder / f".ourshard-{uuid4().hex}"
         self._plain = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._direct = _open_direct(path)
-        path.unlink()
+        try:
+            self._direct = _open_direct(path)
+        finally:
+            path.unlink()
         self.is_direct = self._direct is not None
         os.ftruncate(self._plain, self.capacity)
         self._map = mmap.mmap(self._plain, self.capacity)
