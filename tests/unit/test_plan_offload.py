@@ -73,6 +73,14 @@ def test_what_stays_on_the_device_steps_while_the_host_steps() -> None:
     assert memory.masters + memory.optimizer >= step.nbytes * 3
 
 
+def test_a_step_from_a_disk_takes_as_long_as_the_disk_of_a_node_takes_both_ways() -> None:
+    hardware, adamw, mesh = hardware_of("h100", WORLD), OPTIMIZERS["adamw"], MeshSizes(WORLD)
+    _, moves = rehearse(ShardConfig(stage=3).replace(offload=DISK), mesh)
+    assert simulate(moves, mesh, hardware, adamw, Reach.MIDDLE).step == pytest.approx(
+        PARAMETERS * (4 + 8) * 2 / hardware.disk_rate
+    )
+
+
 @pytest.mark.parametrize(("offload", "stages"), [(CPU, {1, 2, 3}), (BOTH, {3}), ({}, {0, 1, 2, 3})])
 def test_only_stages_that_the_runtime_takes_are_compared(offload: dict[str, str], stages: set[int]) -> None:
     configs = list(candidates(ShardConfig().replace(offload=offload), hardware_of("h100", WORLD)))

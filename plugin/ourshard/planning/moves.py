@@ -71,3 +71,4 @@ class Move:
     nbytes: int = 0
     visit: Visit | None = None
     host_nbytes: int = 0  # as `nbytes`, but in host memory
+    disk_nbytes: int = 0  # of these, what comes from a disk and goes back, with the optimizer's state

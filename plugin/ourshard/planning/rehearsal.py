@@ -220,7 +220,8 @@ class Rehearsal:
             self.clip
         ):  # the norm reads every gradient (those that went down, before they did), the scaling reads and writes
             self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=2 * host)
-        self._move(Does.STEP, self._root, nbytes=masters, host_nbytes=host)
+        disk = sum(lane.master_nbytes for lane in lanes if lane.on_disk)
+        self._move(Does.STEP, self._root, nbytes=masters, host_nbytes=host, disk_nbytes=disk)
         for unit in self._units:
             for lane in unit.lanes:
                 self._zero_grad(lane)
@@ -391,7 +392,8 @@ class Rehearsal:
         visit: Visit | None = None,
         *,
         host_nbytes: int = 0,
+        disk_nbytes: int = 0,
     ) -> None:
         in_flight = sum(other.in_flight for other in self._units) + sum(self._pending) + self._pulled
         held = dict(self._held)
-        self.moves.append(Move(does, unit.index, held, in_flight, collectives, nbytes, visit, host_nbytes))
+        self.moves.append(Move(does, unit.index, held, in_flight, collectives, nbytes, visit, host_nbytes, disk_nbytes))

@@ -189,7 +189,10 @@ class _Clocks:
 
     def _step(self, move: Move) -> None:
         device = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
-        seconds = max(device, move.host_nbytes * self.optimizer.moved / self.hardware.host_rate)  # side by side
+        host = move.host_nbytes * self.optimizer.moved / self.hardware.host_rate
+        ranks = min(self.hardware.gpus, self.hardware.gpus_per_node)  # that share a node's disk
+        disk = 2 * move.disk_nbytes * (1 + self.optimizer.states) * ranks / self.hardware.disk_rate
+        seconds = max(device, host, disk)  # side by side
         self.compute += seconds
         self.stepped += seconds
 
