@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,7 @@ class ShardCheckpointCallback(ShardTrainerCallback):
         self._saved = -1  # the step of the last save
         self._last = 0.0  # when it was
         self._time_is_up: LateFlag | None = None
+        self._others: list[ShardTrainerCallback] = []  # that may have something to write beside the rows
 
     @staticmethod
     def newest(folder: str | Path) -> str | None:
@@ -75,6 +77,10 @@ class ShardCheckpointCallback(ShardTrainerCallback):
         return newest(str(folder))
 
     # ---- events --------------------------------------------------------------------------------------------
+
+    def before_train(self, resume: Path | None, callbacks: Sequence[ShardTrainerCallback]) -> None:
+        """Note whom to ask for what they need to go on."""
+        self._others = [callback for callback in callbacks if callback is not self]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to count steps and minutes."""
@@ -131,8 +137,18 @@ class ShardCheckpointCallback(ShardTrainerCallback):
         engine = engine_of(model)
         assert engine is not None
         folder = (self.folder or Path(args.output_dir, "sharded")) / f"checkpoint-{state.global_step}"
+        writes = [callback.beside_checkpoint(model) for callback in self._others]
+
+        def files() -> None:
+            torch.save(lr_scheduler.state_dict(), folder / SCHEDULER)
+            if getattr(optimizer, "scaler", None) is not None:
+                torch.save(optimizer.scaler.state_dict(), folder / "scaler.pt")
+            for write in writes:
+                write(folder)
+            state.save_to_json(str(folder / STATE))
+
         try:
-            hashes = _write_files(engine, folder, args, state, optimizer=optimizer, scheduler=lr_scheduler)
+            hashes = _write_files(engine, folder, args, files)
             running.write(
                 models.inner(model),
                 optimizer,
@@ -163,18 +179,13 @@ class ShardCheckpointCallback(ShardTrainerCallback):
             logger.error("A checkpoint was not written, and training goes on: %s", problem)
 
 
-def _write_files(
-    engine: Engine, folder: Path, args: Any, state: Any, *, optimizer: Any, scheduler: Any
-) -> dict[str, str]:
-    """Write the files beside the rows that a Trainer reads when it resumes; return their hashes, on rank 0."""
+def _write_files(engine: Engine, folder: Path, args: Any, files: Callable[[], None]) -> dict[str, str]:
+    """Write what lies beside the rows, by `files` on rank 0; return the hashes of what a resume reads, on rank 0."""
     lead = engine.mesh.world.rank == 0
     with running.together(engine, f"{folder.name}: files of the Trainer"):
         Trainer._save_rng_state(SimpleNamespace(args=args), str(folder))  # type: ignore[arg-type]
         if lead:
-            torch.save(scheduler.state_dict(), folder / SCHEDULER)
-            if getattr(optimizer, "scaler", None) is not None:
-                torch.save(optimizer.scaler.state_dict(), folder / "scaler.pt")
-            state.save_to_json(str(folder / STATE))
+            files()
     with running.together(engine, f"{folder.name}: hashes of these files"):
         return hashes_of(folder) if lead else {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class ShardEMACallback(ShardTrainerCallback):
         self.decay, self.evaluate = decay, evaluate
         self._average: dict[str, torch.Tensor] = {}  # name -> this rank's elements, flat
         self._own = _OwnValues()
+        self._resume: Path | None = None  # the checkpoint from which training goes on
 
     @contextmanager
     def swapped(self, model: nn.Module) -> Iterator[None]:
@@ -76,12 +77,16 @@ class ShardEMACallback(ShardTrainerCallback):
 
     # ---- events --------------------------------------------------------------------------------------------
 
+    def before_train(self, resume: Path | None, callbacks: Sequence[ShardTrainerCallback]) -> None:
+        """Note where the average is to be taken from."""
+        self._resume = resume
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin with the weights, or with the average that the checkpoint has."""
         self._average = {n: v.detach().float().flatten().clone() for n, v in self._own.of(model).items()}
         if not state.global_step:
             return
-        file = Path(args.output_dir, f"checkpoint-{state.global_step}", FILE)
+        file = (self._resume or Path(args.output_dir, f"checkpoint-{state.global_step}")) / FILE
         if file.is_file():
             self._load(model, file)
         elif state.is_world_process_zero:
@@ -102,19 +107,27 @@ class ShardEMACallback(ShardTrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Write the average beside what the Trainer has saved."""
-        self._write(model, Path(args.output_dir, f"checkpoint-{state.global_step}"), args.should_save)
+        write = self.beside_checkpoint(model)
+        if args.should_save:
+            write(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Write the average of the whole run."""
-        self._write(model, Path(args.output_dir), args.should_save)
+        write = self.beside_checkpoint(model)
+        if args.should_save:
+            write(Path(args.output_dir))
 
     # ---- files ---------------------------------------------------------------------------------------------
 
-    def _write(self, model: nn.Module, folder: Path, should_save: bool) -> None:
+    def beside_checkpoint(self, model: nn.Module) -> Callable[[Path], None]:
+        """Return what writes the average as it is now into a folder."""
         whole = self.state_dict(model)
-        if should_save:
+
+        def write(folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(whole, folder / FILE, metadata={"format": "pt", "decay": str(self.decay)})
+
+        return write
 
     def _load(self, model: nn.Module, file: Path) -> None:
         starts = _starts(model)

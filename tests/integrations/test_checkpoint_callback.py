@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.trainer_callbacks import ShardCheckpointCallback
+from ourshard.trainer_callbacks import ShardCheckpointCallback, ShardEMACallback
+from safetensors.torch import load_file
 
 from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, quiet, whole_state
 
@@ -44,7 +45,7 @@ def train(output: str, *, stage: int = 3, resume: bool = False, strike: int = 0,
         args=arguments(case, Path(output), dist.get_world_size(), eval_strategy="steps", eval_steps=2, seed=3),
         train_dataset=Tokens(ROWS),
         eval_dataset=Tokens(8, seed=1),
-        callbacks=[Strike(), *([ShardCheckpointCallback(**options)] if options else [])],
+        callbacks=[Strike(), *([ShardEMACallback(0.5), ShardCheckpointCallback(**options)] if options else [])],
     )
     where = ShardCheckpointCallback.newest(Path(output, "sharded")) if resume else None
     try:
@@ -69,11 +70,14 @@ def test_saves_change_nothing_and_a_trainer_goes_on_from_them(ranks: Any, tmp_pa
     root = tmp_path / "run" / "sharded"
     assert folders(root) == ["checkpoint-4", "checkpoint-6"]
 
+    average = load_file(tmp_path / "run" / "ema.safetensors")
     shutil.rmtree(root / "checkpoint-6")
     again = ranks(2)(train, str(tmp_path / "run"), resume=True, every_steps=100)[0]
     assert again["losses"] == plain["losses"]  # those to step 4 from the checkpoint
     assert all(torch.equal(again["state"][name], value) for name, value in plain["state"].items())
     assert folders(root) == ["checkpoint-4", "checkpoint-6"]  # the last step is saved
+    resumed = load_file(tmp_path / "run" / "ema.safetensors")
+    assert all(torch.equal(resumed[name], value) for name, value in average.items())
 
     shutil.rmtree(root / "checkpoint-6")
     elsewhere = ranks(1)(train, str(tmp_path / "run"), stage=1, resume=True, every_steps=100)[0]

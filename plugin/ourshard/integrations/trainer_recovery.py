@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ourshard.integrations import trainer_checkpoint
+from ourshard.integrations import trainer_checkpoint, trainer_events
 from ourshard.integrations.restart import restarts
 from ourshard.integrations.stopping import StopSignal
 from ourshard.integrations.trainer_resume import newest_complete
@@ -35,6 +35,7 @@ def train(method: Callable[..., Any], trainer: Any, resume: str | bool | None = 
         resume = _after_restart(trainer.args.output_dir)
     elif resume is True:
         resume = newest(trainer.args.output_dir) or True  # the Trainer says that there is none
+    trainer_events.tell_before_train(trainer, resume)
     if trainer.args.enable_jit_checkpoint:  # the Trainer's own answer to SIGTERM
         return method(trainer, resume, *args, **more)
     stop = StopOnSignal()
