@@ -108,7 +108,8 @@ class ShardMonitorCallback(ShardTrainerCallback):
                     "ShardMonitorCallback: no bytes by kind and on the wire: it was added after the Trainer was made. "
                     "Give it to the constructor, or set ledger: true in the ourshard config."
                 )
-        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        count = torch._dynamo.disable(self._count)  # a compiled model would guard on the counts
+        self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
         self._mark = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
