@@ -14,25 +14,32 @@ import torch
 from ourshard.trainer_callbacks import ShardCheckpointCallback, ShardEMACallback
 from safetensors.torch import load_file
 
-from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, quiet, whole_state
+from tests.integrations.trainer_runs import (
+    ROWS,
+    Case,
+    Tokens,
+    adapted,
+    arguments,
+    enable,
+    llama,
+    logged,
+    quiet,
+    whole_state,
+)
 
 STEPS = 6
 DROPPING = {"attention_dropout": 0.1}  # a resumed run must have the random states too
 
 
-def train(output: str, *, stage: int = 3, resume: bool = False, strike: int = 0, **options: Any) -> dict[str, Any]:
+def train(
+    output: str, *, stage: int = 3, peft: str | None = None, resume: bool = False, strike: int = 0, **options: Any
+) -> dict[str, Any]:
     """Train with a callback if there are `options`; `strike`: rank 1 gets SIGTERM at the end of that step."""
     import torch.distributed as dist
     from transformers import Trainer, TrainerCallback
 
     quiet()
     enable({"stage": stage, "persist_below": 64})
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    ours = logging.getLogger("ourshard")
-    ours.setLevel(logging.ERROR)
-    ours.addHandler(handler)
 
     class Strike(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -41,19 +48,17 @@ def train(output: str, *, stage: int = 3, resume: bool = False, strike: int = 0,
 
     case = Case(steps=STEPS, config=DROPPING)
     trainer = Trainer(
-        model=llama(**case.config),
+        model=adapted(llama(**case.config), peft),
         args=arguments(case, Path(output), dist.get_world_size(), eval_strategy="steps", eval_steps=2, seed=3),
         train_dataset=Tokens(ROWS),
         eval_dataset=Tokens(8, seed=1),
         callbacks=[Strike(), *([ShardEMACallback(0.5), ShardCheckpointCallback(**options)] if options else [])],
     )
     where = ShardCheckpointCallback.newest(Path(output, "sharded")) if resume else None
-    try:
+    with logged(logging.ERROR) as told:
         trainer.train(resume_from_checkpoint=where)
-    finally:
-        ours.removeHandler(handler)
     losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-    return {"losses": losses, "state": whole_state(trainer.model), "logged": logged, "step": trainer.state.global_step}
+    return {"losses": losses, "state": whole_state(trainer.model), "logged": told, "step": trainer.state.global_step}
 
 
 def folders(root: Path) -> list[str]:
@@ -87,6 +92,17 @@ def test_saves_change_nothing_and_a_trainer_goes_on_from_them(ranks: Any, tmp_pa
 
     loaded = LlamaForCausalLM.from_pretrained(export).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in plain["state"].items())
+
+
+@pytest.mark.ranks
+def test_adapters_go_on_from_them_too(ranks: Any, tmp_path: Path) -> None:
+    export = str(tmp_path / "adapter")
+    whole = ranks(2)(train, str(tmp_path), peft="lora", every_steps=4, export=export)[0]
+    assert "adapter_model.safetensors" in folders(tmp_path / "adapter")
+    shutil.rmtree(tmp_path / "sharded" / "checkpoint-6")
+    again = ranks(2)(train, str(tmp_path), peft="lora", resume=True, every_steps=100)[0]
+    assert again["losses"] == whole["losses"]
+    assert all(torch.equal(again["state"][name], value) for name, value in whole["state"].items())
 
 
 @pytest.mark.ranks

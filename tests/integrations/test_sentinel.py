@@ -16,7 +16,7 @@ from ourshard.trainer_callbacks import ShardSentinelCallback
 from ourshard.trainer_callbacks.sentinel_stragglers import compare
 from transformers import TrainerControl
 
-from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, quiet
+from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, logged, quiet
 
 BAD = "model.layers.1.mlp.up_proj.weight"
 
@@ -66,12 +66,6 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
                 whole = next(lane for lane in engine_of(model).lanes() if lane.placement.whole)
                 whole.resting[0].data[0] += 1.0
 
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    ours = logging.getLogger("ourshard")
-    ours.setLevel(logging.WARNING)
-    ours.addHandler(handler)
     watching = [ShardSentinelCallback(**options)] if options else []
     trainer = Trainer(
         model=llama(),
@@ -79,15 +73,14 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
         train_dataset=Tokens(ROWS),
         callbacks=[Fault(), *watching],
     )
-    try:
-        trainer.train()
-    except RuntimeError as error:
-        told.append(f"raised {error}")
-    finally:
-        for hook in hooks:
-            hook.remove()
-        ours.removeHandler(handler)
-        quiet()
+    with logged(logging.WARNING) as told:
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            told.append(f"raised {error}")
+        finally:
+            for hook in hooks:
+                hook.remove()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return losses, [text for text in told if "entinel" in text], trainer.state.global_step
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,23 @@ def quiet(level: int = logging.ERROR) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("ourshard").setLevel(level)
+
+
+@contextmanager
+def logged(level: int) -> Iterator[list[str]]:
+    """Collect what ourshard logs meanwhile, from `level` on; to be entered after `quiet`."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    ours = logging.getLogger("ourshard")
+    before = ours.level
+    ours.setLevel(level)
+    ours.addHandler(handler)
+    try:
+        yield told
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before)
 
 
 def arguments(case: Case, folder: Path, world: int, **more: Any) -> Any:
