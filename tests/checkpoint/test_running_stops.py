@@ -85,6 +85,7 @@ def save_on_rank_0(root: str) -> str:
 
 
 def test_a_save_on_one_rank_alone_is_an_error_that_names_both_places(ranks: Any, tmp_path: Path) -> None:
+    """CASES A08."""
     for told in ranks(2)(save_on_rank_0, str(tmp_path), timeout=60):
         assert "save: making alone" in told
         assert "reading all parameters" in told
@@ -101,8 +102,58 @@ def read_whole(stage: int) -> tuple[list[str], bool]:
 
 
 def test_parameters_are_read_whole_one_by_one_under_the_names_of_the_model(ranks: Any) -> None:
+    """CASES X07, I13."""
     wanted = {name for name, _ in Odd().named_parameters()}
     for names, equal in ranks(2)(read_whole, 3):
         assert equal
         assert set(names) == wanted
         assert len(names) == len(wanted)
+
+
+def counted(root: str, layers: int) -> tuple[int, int, float]:
+    """Save and load; return the gathers of objects of each, and the bytes that a load read for one saved."""
+    import ourshard
+    import torch.distributed as dist
+    from ourshard.checkpoint.pieces import FilePool
+    from torch import nn
+
+    gathers: list[int] = []
+    nbytes = 0
+    gather, read_into = dist.all_gather_object, FilePool.read_into
+
+    def counting_gather(*args: Any, **kwargs: Any) -> None:
+        gathers.append(1)
+        gather(*args, **kwargs)
+
+    def counting_read(pool: FilePool, name: str, begin: int, target: memoryview) -> None:
+        nonlocal nbytes
+        nbytes += target.nbytes
+        read_into(pool, name, begin, target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers)))
+    ourshard.shard_model(model, {"stage": 3, "persist_below": 0, "wrap": {"classes": ["Linear"]}})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    dist.all_gather_object, FilePool.read_into = counting_gather, counting_read  # type: ignore[method-assign]
+    try:
+        ourshard.save(model, optimizer, root)
+        saving = len(gathers)
+        ourshard.load(model, optimizer, root)
+    finally:
+        dist.all_gather_object, FilePool.read_into = gather, read_into  # type: ignore[method-assign]
+    return saving, len(gathers) - saving, nbytes / (layers * 64 * 64 * 4 * 3)
+
+
+def test_a_save_plans_without_words_and_a_load_reads_no_other_rank_s_rows(ranks: Any, tmp_path: Path) -> None:
+    """CASES A18 and A14: three agreements a save and two a load, whatever the model; each rank reads its own rows.
+
+    It reads them twice, with those of its share of the hashes: together the half of the files on two ranks.
+    """
+    few = ranks(2)(counted, str(tmp_path / "few"), 2)
+    many = ranks(2)(counted, str(tmp_path / "many"), 30)
+    for saving, loading, _ in [*few, *many]:
+        assert (saving, loading) == (3, 2)
+    for _, _, share in many:
+        assert 0.95 < share < 1.1
