@@ -62,12 +62,6 @@ TRIED: Mapping[str, Mapping[str, dict[str, Any]]] = {
         "nvme": {"offload.params": "nvme", "offload.optimizer": "cpu", "offload.nvme_path": "/tmp"},
         "": {"offload.params": "cpu"},
     },
-    "communication.weights": {"auto": {"communication.weights": "auto"}},
-    "communication.gradients": {"auto": {"communication.gradients": "auto"}},
-    "communication.error_feedback": {"": {"communication.error_feedback": True, "communication.gradients": "int8"}},
-    "communication.stochastic_rounding": {
-        "": {"communication.stochastic_rounding": True, "communication.gradients": "int8"}
-    },
 }
 
 

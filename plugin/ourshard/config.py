@@ -196,6 +196,7 @@ class CommunicationConfig:
     gradients: Codec = Codec.NONE
     error_feedback: bool = False
     stochastic_rounding: bool = False
+    seed: int = 0  # of stochastic rounding
     block: int = 256  # elements that share one scale
     node_size: int | None = None  # ranks that reduce coded gradients among themselves first; None: as launched
     transport: Transport = Transport.AUTO
@@ -209,6 +210,12 @@ class CommunicationConfig:
             raise ValueError(f"communication.block: {self.block!r} must be a power of two of 16 or more.")
         if self.error_feedback and self.gradients is Codec.NONE:
             raise ValueError("communication.error_feedback needs communication.gradients: int8 or int4.")
+        if self.stochastic_rounding and self.gradients is Codec.NONE:
+            raise ValueError("communication.stochastic_rounding is for communication.gradients: int8 or int4.")
+        if self.seed < 0 or (self.seed and not self.stochastic_rounding):
+            raise ValueError(
+                f"communication.seed: {self.seed!r} must be 0 or more, and goes with stochastic_rounding: true."
+            )
         if self.node_size is not None:
             _at_least(self.node_size, 1, "communication.node_size")
             if self.gradients is Codec.NONE:

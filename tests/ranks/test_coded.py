@@ -125,8 +125,8 @@ def refusals() -> list[str]:
     from ourshard import shard_model
 
     found = []
-    feedback = {"communication": {"gradients": "int8", "error_feedback": True}}
-    for config in ({"stage": 2, "communication": {"weights": "int8"}}, feedback):
+    whole = {"stage": 0, "communication": {"gradients": "int8"}}
+    for config in ({"stage": 2, "communication": {"weights": "int8"}}, whole):
         with pytest.raises(ValueError, match="communication") as caught:
             shard_model(llama(), config)
         found.append(str(caught.value))
@@ -136,7 +136,7 @@ def refusals() -> list[str]:
 def test_what_a_codec_cannot_do_is_refused_by_name(ranks):
     for weights, gradients in ranks(2)(refusals, timeout=60):
         assert "communication.weights: int8 needs stage 3" in weights
-        assert "communication.error_feedback: it is not available" in gradients
+        assert "communication.gradients: at stage 0" in gradients
 
 
 def coded_gradients(stage: int, codec: str, **more: Any) -> dict[str, Any]:

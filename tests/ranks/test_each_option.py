@@ -51,6 +51,7 @@ CHANGED: dict[str, Any] = {
     "communication.gradients": "int8",
     "communication.error_feedback": True,
     "communication.stochastic_rounding": True,
+    "communication.seed": 1,
     "communication.block": 128,
     "communication.node_size": 2,
     "communication.transport": "peer",

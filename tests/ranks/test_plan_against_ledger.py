@@ -200,7 +200,11 @@ def test_a_rehearsal_of_coded_gradients_on_four_ranks_counts_what_the_ledger_cou
         "two replicas": ({"shard_size": 2}, MeshSizes(2, 2)),
     }[name]
     node_size = mesh.node if mesh.node > 1 else None
-    values = {"stage": 3, "communication": {**BOTH_INT8, "block": 64, "node_size": node_size}, **more}
+    values = {
+        "stage": 3,
+        "communication": {**BOTH_INT8, "block": 64, "node_size": node_size, "error_feedback": True},
+        **more,
+    }
     seen: Seen = ranks(4)(train, values, "", 2, timeout=90)[0]
     compare(seen, *rehearse(values, "", 2, mesh))
 

@@ -29,6 +29,7 @@ from ourshard.runtime.optim import bring_up_to_date, has_owners
 
 from . import commit, stepping
 from .background import BACKGROUND
+from .coding import restore_coding, take_coding
 from .foreign.names import shorten
 from .io import DISK, DiskIO
 from .portions import Buffer, Portion, buffers_of, portions_of
@@ -237,6 +238,8 @@ def _boxes(
     for buffer in buffers if lead else ():
         tensor = to_host(buffer.tensor)
         boxes[TensorKey(BUFFER, buffer.name)] = [LocalBox(tuple(tensor.shape), tensor)]
+    if optimizers:
+        take_coding(engine, boxes, to_host)
     rest: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
         rest.update(stepping.take_state(optimizer, portions, lead, boxes, to_host))
@@ -311,6 +314,7 @@ def load(
             if concerned:
                 stepping.split_uneven(engine, concerned, portions, saved)
                 stepping.restore(concerned, portions_of(engine), saved)
+                restore_coding(engine, source)
         if weights:
             engine.masters_changed()
         return source.description.client_state

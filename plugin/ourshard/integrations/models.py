@@ -73,10 +73,10 @@ def shard_once(model: nn.Module, config: ShardConfig, accelerator: Any) -> None:
         if engine is not None and accelerator.is_main_process:
             print(engine.summary(), file=sys.stderr, flush=True)
         return
-    if engine.config != config:
+    if engine.asked != config:
         raise ValueError(
             f"prepare: {type(module).__name__} is sharded already, and is now asked to be sharded differently: "
-            f"{_differences(engine.config, config)}. A model is sharded once; build it anew to shard it otherwise."
+            f"{_differences(engine.asked, config)}. A model is sharded once; build it anew to shard it otherwise."
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from ourshard.checkpoint.coding import begin_anew
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import Run, put_away
@@ -194,6 +195,8 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
             on_device = bool(group.get("fused") or group.get("capturable"))
             optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], on_device)
             put_away(optimizer, _stepped(pieces[0]))
+    for engine in engines:
+        begin_anew(engine, "a whole checkpoint has none; checkpoint.format: sharded keeps them")
 
 
 def keys_by_group(optimizer: Optimizer, engines: Sequence[Engine]) -> list[set[str]]:

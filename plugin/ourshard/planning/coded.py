@@ -5,7 +5,7 @@ from __future__ import annotations
 from ourshard.config import ShardConfig
 from ourshard.planning.layouts import PlannedLane
 from ourshard.planning.moves import Collective, MeshSizes
-from ourshard.runtime.coded_gradients import in_two_hops, replica_part
+from ourshard.runtime.coded_gradients import coded_numels, in_two_hops, replica_part
 
 
 def coded_reduction(lane: PlannedLane, mesh: MeshSizes, config: ShardConfig, *, sync: bool) -> list[Collective]:
@@ -32,6 +32,14 @@ def messages_nbytes(lane: PlannedLane, mesh: MeshSizes, config: ShardConfig, *, 
         held += 4 * lane.numel // mesh.node
     gathers = sync and mesh.replicate > 1 and lane.replicas == 1
     return max(held, 2 * _replica_nbytes(lane, mesh)) if gathers else held
+
+
+def residual_nbytes(lane: PlannedLane, mesh: MeshSizes, config: ShardConfig) -> int:
+    """Return the bytes of error feedback: Note [Error feedback]. 0 where there is none."""
+    if lane.grad_codec is None or not config.communication.error_feedback:
+        return 0
+    sizes = {axis: mesh.of(axis) for axis in ("shard", "replicate", "node", "cross")}
+    return 4 * sum(coded_numels(config, lane.numel, sizes).values())
 
 
 def _replica_nbytes(lane: PlannedLane, mesh: MeshSizes) -> int:

@@ -23,7 +23,7 @@ class Memory:
     optimizer: int
     whole: int  # parameters that stay whole
     slots: int  # parameters that are whole for a while
-    gradients: int  # at rest and on their way
+    gradients: int  # at rest and on their way, and residuals of their codec
     activations: int
     workspace: int
     at_rest: int  # between steps
@@ -80,7 +80,7 @@ def memory_of(
         optimizer=states,
         whole=held.get(Kind.FULL, 0),
         slots=held.get(Kind.SLOT, 0),
-        gradients=held.get(Kind.GRADIENT, 0) + held.get(Kind.REDUCE, 0) + moves[top].in_flight,
+        gradients=sum(held.get(kind, 0) for kind in (Kind.GRADIENT, Kind.REDUCE, Kind.RESIDUAL)) + moves[top].in_flight,
         activations=alive[top] + inputs,
         workspace=workspace,
         at_rest=_engine(moves[-1]) + states + workspace,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ourshard.config import ShardConfig, Tier, Transport
+from ourshard.config import Codec, ShardConfig, Tier, Transport
 from ourshard.planning.formulas import OPTIMIZERS, Reach, checkpoint_nbytes
 from ourshard.planning.hardware import Hardware
 from ourshard.planning.layouts import PlannedModel, plan_model
@@ -20,6 +20,7 @@ from ourshard.planning.moves import MeshSizes, Move
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import Timing, group_of, simulate
 from ourshard.planning.trace import Trace, UnitParts, trace
+from ourshard.runtime.links import assumed
 from ourshard.runtime.mesh import node_size
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
@@ -168,7 +169,8 @@ class Planner:
         )
 
     def _resolved(self, config: ShardConfig) -> ShardConfig:
-        """Follow Accelerate's mixed precision, as `prepare` does."""
+        """Follow Accelerate's mixed precision, as `prepare` does. What is measured at start is taken for no codec."""
+        config = assumed(config, Codec.NONE, Codec.NONE)
         dtype = _COMPUTE.get(self.workload.mixed_precision)
         if config.precision.param_dtype is None and dtype:
             return config.replace(precision={"param_dtype": dtype})

@@ -27,7 +27,7 @@ from ourshard.planning.buffers import (
     travel_nbytes,
     waiting_nbytes,
 )
-from ourshard.planning.coded import coded_reduction, messages_nbytes
+from ourshard.planning.coded import coded_reduction, messages_nbytes, residual_nbytes
 from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
 from ourshard.planning.moves import Collective, Does, MeshSizes, Move
 from ourshard.planning.trace import Visit
@@ -119,6 +119,7 @@ class Rehearsal:
         self._sync = True
         self._pending: list[int] = []  # bytes of the buffers of reductions that compute has not waited for
         self._held: Counter[Kind] = Counter(at_rest(self.planned.lanes))
+        self._held[Kind.RESIDUAL] += sum(residual_nbytes(lane, self.mesh, self.config) for lane in self.planned.lanes)
         self._pulled = 0  # bytes of what was pulled from peers; the buffer stays
         self._staging, self._arena = peer_nbytes(self.planned, self.mesh.shard) if self.peer else (0, 0)
         self._held[Kind.REDUCE] += 2 * self._staging + self._arena

@@ -27,6 +27,7 @@ from ourshard.runtime.lane_store import LaneKey, master_dtype_of
 from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayout, plan_unit
 from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger
+from ourshard.runtime.links import assumed, choose_codecs
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.placement import At, Placement, placement_of
 from ourshard.runtime.recompute import recompute_in_backward
@@ -38,6 +39,8 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     """Shard `model` in place and return its engine. Collective; raises `ValueError` on all ranks if one can't go on."""
     engine = Engine(model, config, mesh, cast_small=cast_small, ledger=Ledger() if config.ledger else None)
     stock = _checked_stock(model, engine)
+    if Codec.AUTO in (config.communication.weights, config.communication.gradients):
+        engine.chosen = choose_codecs(engine)
     layouts = with_tiers([plan_lanes(entry.parameters, engine) for entry in stock], config.offload)
     if config.offload.optimizer is Tier.NVME:
         engine.disk = open_disk(engine, _masters_nbytes(layouts))
@@ -239,18 +242,15 @@ def _refuse_unsupported(engine: Engine) -> None:
 
 
 def _refuse_codecs(config: ShardConfig) -> None:
-    if config.communication.gradients is Codec.AUTO:
-        raise ValueError("communication.gradients: auto is not available in this version; use int8, int4 or none.")
     if config.communication.gradients is not Codec.NONE and config.stage == 0:
         raise ValueError("communication.gradients: at stage 0 there are no shards to reduce into; use stage 1, 2 or 3.")
     if config.communication.gradients is not Codec.NONE and config.precision.reduce_dtype == "float64":
         raise ValueError("precision.reduce_dtype: float64 has no codec; use float32 with communication.gradients.")
-    if config.communication.error_feedback:
-        raise ValueError("communication.error_feedback: it is not available in this version; use false.")
-    if config.communication.stochastic_rounding:
-        raise ValueError("communication.stochastic_rounding: it is not available in this version; use false.")
-    if config.communication.weights is Codec.AUTO:
-        raise ValueError("communication.weights: auto is not available in this version; use int8, fp8 or none.")
+    if config.communication.error_feedback and config.precision.param_dtype == "float16":
+        raise ValueError(
+            "communication.error_feedback: float16 scales the loss, by another factor from step to step, and what was "
+            "lost would have another unit than the gradient it is added to; use bfloat16, or false."
+        )
     if config.communication.weights is not Codec.NONE and config.stage != 3:
         raise ValueError(
             f"communication.weights: {config.communication.weights.value} needs stage 3; at stage {config.stage} the "
@@ -258,8 +258,9 @@ def _refuse_codecs(config: ShardConfig) -> None:
         )
     if config.communication.active and config.communication.transport is Transport.PEER:
         raise ValueError("communication.transport: peer copies move exact values; use auto or nccl with a codec.")
-    weight_codec(config.communication)  # checks the block
-    gradient_codec(config.communication)
+    tried = assumed(config, Codec.INT8, Codec.INT8).communication
+    weight_codec(tried)  # checks the block
+    gradient_codec(tried)
 
 
 def _refuse_tiers(engine: Engine) -> None:

@@ -54,6 +54,7 @@ SMALLEST_SCALE = 2.0**-126
 # Added to the bits of absmax / limit before the low 8 are dropped. The quotient of a decoded block is off by less than
 # two units in the last place; this lets it round up to the scale that it was coded with.
 SCALE_SLACK = 8
+FEEDBACK_NUMEL = 1 << 24  # elements decoded at a time for error feedback: 64 MiB beside the buffers
 _SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -132,9 +133,12 @@ class BlockCodec:
         assert residual.dtype == torch.float32, f"the residual is kept in float32; got {residual.dtype}"
         residual.add_(src)
         self.encode(residual, out, seed=seed, parts=parts)
-        received = torch.empty_like(residual)
-        self.decode(out, received, parts=parts)
-        residual.sub_(received).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        step = max(1, parts * FEEDBACK_NUMEL // max(1, residual.numel()))  # parts decoded at a time
+        for lost, sent in zip(residual.view(parts, -1).split(step), out.view(parts, -1).split(step), strict=True):
+            received = torch.empty_like(lost)
+            self.decode(sent.view(-1), received.view(-1), parts=len(lost))
+            lost.sub_(received)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _check(self, values: Tensor, message: Tensor, parts: int) -> None:
         assert values.dtype in _SOURCE_DTYPES, f"can't code {values.dtype}"

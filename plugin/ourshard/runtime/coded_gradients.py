@@ -24,18 +24,31 @@ for each replica is padded with zeros. Divided masters (Note [Divided masters] i
 mean, and no gather follows.
 
 A block with a NaN or an infinity is NaN in the mean, which loss scalers and clipping see.
+
+Note [Error feedback]
+---------------------
+With `communication.error_feedback` what a codec lost of a buffer is kept, in float32, and added to the same buffer
+before it is coded the next time: one residual for each time that a value is coded (`Site`). So over steps nothing is
+lost, only late. The residual of `sent` is as large as the whole lane, on each rank. Residuals are this rank's alone:
+checkpoints have those of all ranks, by rank, and a world of another size or layout begins with zeros.
+Source: Karimireddy et al., 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes".
+
+With `communication.stochastic_rounding` the noise is a hash of `communication.seed`, lane, rank, site, the number of
+the lane's reduction, which checkpoints have too, and the element's place. The same run gives the same bits.
 Source: Wang et al., 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", section 3.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
 from ourshard.config import Codec, CommunicationConfig, ShardConfig
+from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.ledger import Kind
 
@@ -46,7 +59,9 @@ if TYPE_CHECKING:
 
 def gradient_codec(config: CommunicationConfig) -> BlockCodec | None:
     """Return the codec of reductions."""
-    return None if config.gradients is Codec.NONE else BlockCodec(config.gradients, config.block)
+    if config.gradients is Codec.NONE:
+        return None
+    return BlockCodec(config.gradients, config.block, stochastic=config.stochastic_rounding)
 
 
 def replica_part(shard_numel: int, replicas: int, block: int) -> int:
@@ -59,13 +74,64 @@ def in_two_hops(config: ShardConfig, node: int, cross: int) -> bool:
     return node > 1 and cross > 1 and config.communication.node_size != 1
 
 
-class GradientCoder:
-    """Reduce the gradients of one lane coded: Note [Coded gradients]. All calls are on the reduce stream."""
+class Site(Enum):
+    """Where a gradient is coded on its way."""
 
-    def __init__(self, engine: Engine, codec: BlockCodec, label: str) -> None:
+    SENT = "sent"  # the whole of this rank
+    NODE = "node"  # the mean in the node, for the other nodes
+    REPLICA = "replica"  # the shard, for the other replicas
+    MEAN = "mean"  # of the replicas, the part that this rank has reduced
+
+
+def coded_numels(config: ShardConfig, numel: int, sizes: Mapping[str, int]) -> dict[Site, int]:
+    """Return the elements coded at each site, of a lane of `numel` elements; `sizes` are the axes' by name."""
+    numels = {Site.SENT: numel}
+    if in_two_hops(config, sizes["node"], sizes["cross"]):
+        numels[Site.NODE] = numel // sizes["node"]
+    if sizes["replicate"] > 1:
+        part = replica_part(numel // sizes["shard"], sizes["replicate"], config.communication.block)
+        numels |= {Site.REPLICA: part * sizes["replicate"], Site.MEAN: part}
+    return numels
+
+
+class GradientCoder:
+    """Reduce the gradients of one lane coded: Note [Coded gradients]. All calls are on the reduce stream.
+
+    `number` tells the lane from all others of the model, alike on all ranks; `numel` is of the whole lane.
+    """
+
+    def __init__(self, engine: Engine, codec: BlockCodec, label: str, number: int, numel: int) -> None:
         self.codec = codec
+        self.reductions = 0  # begun; the noise of stochastic rounding depends on it
+        self.residuals: dict[Site, torch.Tensor] = {}  # Note [Error feedback]
         self._engine = engine
         self._label = label
+        self._number = number
+        self._numel = numel
+
+    def make_residuals(self) -> None:
+        """Take the memory of error feedback, where it is asked for. Idempotent."""
+        mesh, config = self._engine.mesh, self._engine.config
+        if self.residuals or not config.communication.error_feedback:
+            return
+        sizes = {axis.name: axis.size for axis in (mesh.shard, mesh.replicate, mesh.node, mesh.cross)}
+        with own_memory(mesh.device):
+            for site, numel in coded_numels(config, self._numel, sizes).items():
+                self.residuals[site] = torch.zeros(numel, device=mesh.device)
+                self._hold(4 * numel, Kind.RESIDUAL)
+
+    def _encode(self, site: Site, values: torch.Tensor, out: torch.Tensor, parts: int = 1) -> None:
+        seed = self._seed(site) if self.codec.stochastic else None
+        if self.residuals:
+            self.codec.encode_with_feedback(values, self.residuals[site], out, seed=seed, parts=parts)
+        else:
+            self.codec.encode(values, out, seed=seed, parts=parts)
+
+    def _seed(self, site: Site) -> int:
+        seed = self._engine.config.communication.seed
+        for word in (self._number, self._engine.mesh.world.rank, list(Site).index(site), self.reductions):
+            seed = seed << 32 | word
+        return seed
 
     def mean_scatter(self, segment: torch.Tensor, whole: torch.Tensor) -> None:
         """Leave the mean of this rank's part of `whole` over the shard axis in `segment`, a part of `whole`.
@@ -74,18 +140,20 @@ class GradientCoder:
         """
         axis = self._engine.mesh.shard
         message = self.codec.nbytes(segment.numel())
+        self.make_residuals()
+        self.reductions += 1
         with self._messages(axis.size * message, whole.device) as (sent, received):
             if in_two_hops(self._engine.config, self._engine.mesh.node.size, self._engine.mesh.cross.size):
                 self._two_hops(segment, whole, sent, received)
                 return
-            self.codec.encode(whole, sent, parts=axis.size)
+            self._encode(Site.SENT, whole, sent, axis.size)
             self._exchange(received, sent, axis)
             self._mean_of(received, segment, axis.size)
 
     def _two_hops(self, segment: torch.Tensor, whole: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> None:
         node, cross = self._engine.mesh.node, self._engine.mesh.cross
         message = sent.numel() // (node.size * cross.size)
-        self.codec.encode(whole, received, parts=node.size * cross.size)
+        self._encode(Site.SENT, whole, received, node.size * cross.size)
         _swap(received, sent, cross.size, node.size)
         self._exchange(received, sent, node)
         _swap(received, sent, node.size, cross.size)  # all that the node has for one receiver is together then
@@ -94,7 +162,7 @@ class GradientCoder:
             for number, total in enumerate(sums.view(cross.size, -1)):
                 self.codec.decode_add(parts[number], total, 1 / node.size, parts=node.size)
             outgoing, incoming = sent[: cross.size * message], received[: cross.size * message]
-            self.codec.encode(sums, outgoing, parts=cross.size)
+            self._encode(Site.NODE, sums, outgoing, cross.size)
         self._exchange(incoming, outgoing, cross)
         self._mean_of(incoming, segment, cross.size)
 
@@ -116,12 +184,12 @@ class GradientCoder:
             padded = segment.new_zeros(part * axis.size)
             padded[: segment.numel()].copy_(segment)
         with self._messages(axis.size * message, segment.device) as (sent, received):
-            self.codec.encode(padded, sent, parts=axis.size)
+            self._encode(Site.REPLICA, padded, sent, axis.size)
             self._exchange(received, sent, axis)
             mean = torch.zeros(part, device=segment.device)
             self.codec.decode_add(received, mean, 1 / axis.size, parts=axis.size)
             own = sent[axis.rank * message : (axis.rank + 1) * message]
-            self.codec.encode(mean, own)
+            self._encode(Site.MEAN, mean, own)
             self._engine.collectives.all_gather(sent, own, axis, self._label)
             self.codec.decode(sent, padded, parts=axis.size)
         if padded is not segment:
@@ -158,9 +226,9 @@ class GradientCoder:
         yield sums
         self._hold(-sums.nbytes)
 
-    def _hold(self, nbytes: int) -> None:
+    def _hold(self, nbytes: int, kind: Kind = Kind.REDUCE) -> None:
         if self._engine.ledger is not None:
-            self._engine.ledger.hold(Kind.REDUCE, nbytes)
+            self._engine.ledger.hold(kind, nbytes)
 
 
 def _swap(messages: torch.Tensor, out: torch.Tensor, rows: int, columns: int) -> None:

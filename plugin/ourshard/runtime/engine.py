@@ -74,9 +74,11 @@ class Engine:
         self, model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_small: bool, ledger: Ledger | None
     ) -> None:
         self.model = weakref.ref(model)
+        self.asked = config  # as it was given; `config` has what was chosen in the place of `auto`
         self.config = config
         self.mesh = mesh
         self.ledger = ledger
+        self.chosen = ""  # what was measured of the links, and decided: Note [Measured links]
         self.cast_small = cast_small
         self.param_dtype = _dtype(config.precision.param_dtype)
         self.reduce_dtype = _dtype(config.precision.reduce_dtype)
@@ -123,9 +125,9 @@ class Engine:
 
     def find_peers(self) -> None:
         """Move gathers and reductions to the copy engines, where the machine can. Collective."""
-        wanted = self.config.communication.transport.value
-        if not self.config.communication.active:  # messages of a codec are not what peers pull
-            self.peer = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted)
+        wanted = self.config.communication
+        if not wanted.active:  # messages of a codec are not what peers pull
+            self.peer = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted.transport.value)
         self.collectives.peer = self.peer
 
     def attach(self, model: nn.Module) -> None:

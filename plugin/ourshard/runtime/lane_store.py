@@ -85,7 +85,12 @@ class LaneStore:
         communication = unit.engine.config.communication
         self.codec = weight_codec(communication) if key.coded else None
         codec = gradient_codec(communication) if key.coded else None
-        self.coder = None if codec is None else GradientCoder(unit.engine, codec, unit.label)
+        self.coder: GradientCoder | None = None
+        if codec is not None:
+            number = unit.index << 16 | layout.tensors[0].index
+            self.coder = GradientCoder(unit.engine, codec, unit.label, number, layout.numel)
+            if self.trainable:
+                self.coder.make_residuals()
         self.shows_coded = False  # `full` has what the codec left of the masters
         self.secondary: SecondaryShard | None = None
         self._make_buffers()

@@ -18,6 +18,7 @@ class Kind(Enum):
     REDUCE = "reduce"  # gradients on their way through a reduction
     SHARD = "shard"  # shards in compute dtype of lanes whose masters are on the host
     SECONDARY = "secondary"  # shards in compute dtype within a node: Note [Secondary shard]
+    RESIDUAL = "residual"  # what codecs lost of gradients, for the next reduction: Note [Error feedback]
     HOST = "host"  # masters and gradients on the host; not in the totals
     DISK = "disk"  # masters and optimizer state on a disk; not in the totals
 

@@ -30,6 +30,7 @@ def summary(engine: Engine) -> str:
         _parameters(engine, lanes),
         f"compute/reduce/master dtypes {', '.join(sorted({_dtypes(lane) for lane in lanes}))}",
         _tiers(engine),
+        *([engine.chosen] if engine.chosen else []),
         _memory(engine, lanes),
         f"gradients accumulate {config.accumulate.value}",
     ]
