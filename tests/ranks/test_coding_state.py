@@ -52,29 +52,37 @@ def sums(config: dict[str, Any], steps: int) -> Told:
     engine = engine_of(model)
     assert engine is not None
     assert engine.ledger is not None
-    total: Counter[str] = Counter()
+    total: Counter[tuple[str, int]] = Counter()  # by name and first row
     coders = [lane.coder for lane in engine.lanes() if lane.coder is not None]
     seeds: list[int] = []
     for _ in range(steps):
         token_loss(model, tokens(engine.mesh.world.rank, 1)).backward()
         for lane in engine.lanes():
             for position in range(len(lane.parameters)):
-                total[lane.name_of(position)] += lane.local_gradient_rows(position).double().flatten()
+                place = lane.name_of(position), lane.rows(position).start
+                total[place] += lane.local_gradient_rows(position).double().flatten()
         seeds += [coder._seed(site) for coder in coders for site in coder.residuals]
         for parameter in model.parameters():
             parameter.grad = None
     held = sum(4 * residual.numel() for coder in coders for residual in coder.residuals.values())
     assert engine.ledger.held["residual"] == held
-    return {"sums": dict(total), "seeds": seeds, "held": held, "shards": engine.mesh.shard.size}
+    return {"sums": dict(total), "seeds": seeds, "held": held}
 
 
 def joined(told: list[Told]) -> torch.Tensor:
-    """Return all elements of the first copy, in the order of names."""
-    copy = told[: told[0]["shards"]]
-    return torch.cat([each["sums"][name] for name in sorted(copy[0]["sums"]) for each in copy])
+    """Return all elements once, in the order of names and rows."""
+    rows: dict[tuple[str, int], torch.Tensor] = {}
+    for each in told:
+        rows |= {place: values for place, values in each["sums"].items() if values.numel()}
+    return torch.cat([rows[place] for place in sorted(rows)])
 
 
-LAYOUTS = {"1 hop": (2, {}), "2x2": (4, {"shard_size": 2}), "2 hops": (4, {"secondary_shard_size": 2})}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 hop": (2, {}),
+    "2x2": (4, {"shard_size": 2}),
+    "2x2, divided": (4, {"shard_size": 2, "shard_optimizer_over": "all"}),
+    "2 hops": (4, {"secondary_shard_size": 2}),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

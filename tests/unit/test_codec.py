@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import Codec
+from ourshard.runtime import codec as codec_module
 from ourshard.runtime import codec_torch
 from ourshard.runtime.codec import BlockCodec, _mix, _mixed_seed
 from torch import Tensor
@@ -254,6 +255,20 @@ def test_error_feedback_loses_nothing_but_the_last_residual(codec: BlockCodec, s
         sent += decoded(codec, message)
         given_sum += gradient
     assert torch.allclose(sent + residual, given_sum, rtol=0, atol=1e-5)
+
+
+@given(codec=codecs, parts=st.integers(1, 5), seed=st.integers(0, 2**20))
+@settings(max_examples=20, deadline=None)
+def test_error_feedback_is_the_same_where_few_parts_are_decoded_at_a_time(
+    codec: BlockCodec, parts: int, seed: int
+) -> None:
+    gradient = torch.randn(parts * codec.block, generator=torch.Generator().manual_seed(seed))
+    residual = torch.zeros_like(gradient)
+    message = torch.empty(codec.nbytes(gradient.numel()), dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec_module, "FEEDBACK_NUMEL", codec.block)
+        codec.encode_with_feedback(gradient, residual, message, seed=seed, parts=parts)
+    assert torch.equal(residual, gradient - decoded(codec, message, parts=parts))
 
 
 def test_error_feedback_forgets_a_step_that_is_not_finite() -> None:

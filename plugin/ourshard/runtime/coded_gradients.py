@@ -90,7 +90,9 @@ def coded_numels(config: ShardConfig, numel: int, sizes: Mapping[str, int]) -> d
         numels[Site.NODE] = numel // sizes["node"]
     if sizes["replicate"] > 1:
         part = replica_part(numel // sizes["shard"], sizes["replicate"], config.communication.block)
-        numels |= {Site.REPLICA: part * sizes["replicate"], Site.MEAN: part}
+        numels[Site.REPLICA] = part * sizes["replicate"]
+        if config.shard_optimizer_over == "shard":  # else no gather of the mean follows
+            numels[Site.MEAN] = part
     return numels
 
 
@@ -170,7 +172,7 @@ class GradientCoder:
         """Leave the mean over `replicate` of this rank's part of `segment` in `own`, where masters are divided."""
         axis = self._engine.mesh.replicate
         with self._messages(self.codec.nbytes(segment.numel()), segment.device) as (sent, received):
-            self.codec.encode(segment, sent, parts=axis.size)
+            self._encode(Site.REPLICA, segment, sent, axis.size)
             self._exchange(received, sent, axis)
             self._mean_of(received, own, axis.size)
 

@@ -113,13 +113,21 @@ def _pace_of_reductions(engine: Engine) -> Pace:
     assert codec is not None
     coder = GradientCoder(engine, codec, _LABEL, 0, whole.numel())
 
+    own = segment.view(mesh.replicate.size, -1)[mesh.replicate.rank]
+    divided = engine.config.shard_optimizer_over == "all"
+
     def exact() -> None:
         engine.reducer.mean_scatter(segment, whole, mesh.shard, _LABEL)
-        engine.reducer.mean(segment, mesh.replicate, _LABEL)
+        if divided:
+            engine.reducer.mean_scatter(own, segment, mesh.replicate, _LABEL)
+        else:
+            engine.reducer.mean(segment, mesh.replicate, _LABEL)
 
     def coded() -> None:
         coder.mean_scatter(segment, whole)
-        if mesh.replicate.size > 1:
+        if mesh.replicate.size > 1 and divided:
+            coder.mean_part(own, segment)
+        elif mesh.replicate.size > 1:
             coder.mean_replicas(segment)
 
     return Pace(_seconds(engine, exact), _seconds(engine, coded))
@@ -127,7 +135,7 @@ def _pace_of_reductions(engine: Engine) -> Pace:
 
 def _buffers(engine: Engine, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a buffer of whole blocks for each rank, and this rank's part of it."""
-    shard, block = engine.mesh.shard, engine.config.communication.block
+    shard, block = engine.mesh.shard, engine.config.communication.block * engine.mesh.replicate.size
     part = -(-MEASURED_NUMEL[engine.mesh.device.type] // (shard.size * block)) * block
     whole = torch.ones(shard.size * part, dtype=dtype or torch.float32, device=engine.mesh.device)
     return whole, whole[shard.rank * part : (shard.rank + 1) * part]
