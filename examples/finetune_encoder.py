@@ -99,7 +99,6 @@ def main() -> None:
         per_device_eval_batch_size=32,
         learning_rate=3e-4,
         warmup_steps=args.max_steps // 10,
-        average_tokens_across_devices=False,  # the loss of a classifier is a mean over its batch already
         logging_steps=max(1, args.max_steps // 12),
         save_strategy="no",
         report_to="none",
