@@ -23,7 +23,7 @@ from .io import DISK, Buffer, DiskIO, inside
 
 COPY_BLOCK = 1 << 20
 MAX_BLOCK = 1 << 20  # stays in the cache of a core between read, hash and write
-FLUSH_BLOCK = 16 << 20  # as soon as so much is written, the disk begins on it
+FLUSH_BLOCK = 64 << 20  # as soon as so much is written, the disk begins on it
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
