@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-
 import torch
 import torch.distributed as dist
 
 from ourshard.runtime.control import Control, all_gather_flat
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Axis
-from ourshard.runtime.meter import Meter, Spent
+from ourshard.runtime.meter import Spent
 from ourshard.runtime.peer import PeerCopies, Reduction
 
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as all_gather_flat
@@ -24,12 +21,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)  # a 0-d one has no other bytes to view
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
 class Collectives:
     """Issue collectives on the current stream. Each is a no-op on an axis of one rank."""
 
@@ -37,7 +28,6 @@ class Collectives:
         self.control = control
         self.ledger = ledger
         self.peer: PeerCopies | None = None  # set by the engine, where copy engines can do it
-        self.meter: Meter | None = None  # the engine's, while it measures
 
     def fill_slot(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
         """All-gather a slot on the gather stream; by peer copies where there are any, and they hold it."""
@@ -66,7 +56,7 @@ class Collectives:
         if axis.size == 1:
             return
         self._count_others("all_gather", axis, whole.nbytes)
-        with self._waiting(Spent.GATHER, label):
+        with self.control.waiting(f"gather of {label}", Spent.GATHER):
             all_gather_flat(_bytes(whole), _bytes(segment), group=axis.group)
 
     def reduce_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
@@ -74,7 +64,7 @@ class Collectives:
         if axis.size == 1:
             return
         self._count_others("reduce_scatter", axis, whole.nbytes)
-        with self._waiting(Spent.REDUCE, label):
+        with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
             reduce_scatter_flat(segment, whole, group=axis.group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, label: str) -> None:
@@ -82,7 +72,7 @@ class Collectives:
         if axis.size == 1:
             return
         self._count_others("all_to_all", axis, sent.nbytes)
-        with self._waiting(Spent.REDUCE, label):
+        with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
             dist.all_to_all_single(received, sent, group=axis.group)
 
     def exchange(
@@ -108,7 +98,7 @@ class Collectives:
         if axis.size == 1:
             return
         self._count_others("all_reduce", axis, 2 * tensor.nbytes)
-        with self._waiting(Spent.REDUCE, label):
+        with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
             dist.all_reduce(tensor, op=op, group=axis.group)
 
     def broadcast(self, tensor: torch.Tensor, axis: Axis, label: str, source: int = 0) -> None:
@@ -118,11 +108,6 @@ class Collectives:
         self._count("broadcast", axis, tensor.nbytes)
         with self.control.waiting(f"broadcast of {label}"):
             dist.broadcast(_bytes(tensor), group_src=source, group=axis.group)
-
-    def _waiting(self, kind: Spent, label: str) -> AbstractContextManager[None]:
-        """Name what is waited for, to the other ranks and to a meter."""
-        waiting = self.control.waiting(f"{kind.value} of {label}")
-        return waiting if self.meter is None else _both(self.meter.span(kind, label), waiting)
 
     def _count_others(self, name: str, axis: Axis, nbytes: int) -> None:
         """Count `nbytes` but for this rank's own part of them."""

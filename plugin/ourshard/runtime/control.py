@@ -237,13 +237,16 @@ class Control:
             raise ValueError(f"{text}{where}")
 
     @contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
-        """Tell the other ranks what this one waits for, should it take long."""
+    def waiting(self, label: str, kind: Spent | None = None) -> Iterator[None]:
+        """Tell the other ranks what this one waits for, should it take long; a meter is told as what."""
         if self._watch is None:
             yield
             return
+        span = None if kind is None or self.meter is None else self.meter.open(kind, label)
         with self._watch.waiting(label):
             yield
+        if span is not None and self.meter is not None:
+            self.meter.close(span)
 
     def _wait(self, work: dist.Work, label: str) -> None:
         assert self._watch is not None

@@ -91,7 +91,7 @@ class Engine:
         self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
         self.reducer = Reducer(self.collectives)
-        self.measuring = Measuring(self.streams, (self.streams, self.collectives, self.control))
+        self.measuring = Measuring(self.streams, (self.streams, self.control))
         self.units: list[Unit] = []
         self.order = next(_ORDER)  # among the engines of this process; the same on every rank
         name = f" of {type(model).__name__} (model {self.order})"
