@@ -1,12 +1,9 @@
-"""Train on two "hosts" with a slow link between them: plain ZeRO-3 beside hpZ, and beside coded collectives.
+"""Train on two "hosts" of this machine: network namespaces with a slow link between them. Needs root, `ip` and `tc`.
 
-    sudo python benchmarks/two_hosts.py --mbit 200
+    python benchmarks/two_hosts.py --mbit 100
 
-The hosts are network namespaces of this machine, joined by a pair of virtual cards that `tc` lets through at the given
-rate. Each is started as a machine is, by `accelerate launch --num_machines 2 --machine_rank`, with two gloo ranks. Each
-layout trains, saves half-way (`save_state`), and is started anew from there: the losses have to be the same. A line for
-each: seconds a step (median of rank 0), bytes that left the first host in a step (the card's own count, both
-directions' headers included), and what is sent by formula. Needs root, `ip` and `tc`.
+Each host has 2 ranks and is started as a machine of its own: accelerate launch --num_machines 2 --machine_rank 0 or 1.
+Every variant trains the same model; its bytes are those that the link's interface counted, in both directions.
 """
 
 from __future__ import annotations
@@ -14,187 +11,146 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+HOSTS, LINK = ("ourshard0", "ourshard1"), "ourshard"
+ADDRESSES, PORT = ("10.77.0.1", "10.77.0.2"), 29577
+
+VARIANTS: dict[str, dict[str, Any]] = {
     "stage 3": {},
     "hpZ": {"secondary_shard_size": 2},
+    "int8 weights": {"communication": {"weights": "int8"}},
+    "hpZ, int8 weights": {"secondary_shard_size": 2, "communication": {"weights": "int8"}},
     "hpZ, int8 weights, int8 gradients": {
         "secondary_shard_size": 2,
         "communication": {"weights": "int8", "gradients": "int8"},
     },
-    "hpZ, int8 weights, int4 gradients, feedback": {
+    "hpZ, int8 weights, int4 gradients, error feedback": {
         "secondary_shard_size": 2,
         "communication": {"weights": "int8", "gradients": "int4", "error_feedback": True},
     },
 }
-HOSTS = ("ourshard-a", "ourshard-b")
-CARDS = ("ourshard-va", "ourshard-vb")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-RANKS = 2  # on each host
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What rank 0 wrote of one run."""
-
-    losses: list[float]
-    seconds: list[float]  # of each step
-    sent: list[int]  # bytes that left the host up to the end of each step
-
-
-def parse_args() -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=int, default=200, help="rate of the link, each way")
+    parser.add_argument("--mbit", type=int, default=100, help="megabits a second, in each direction")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--width", type=int, default=384, help="of each of 8 blocks of two square layers")
-    parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-# ---- on each rank ------------------------------------------------------------------------------------------
-
-
-def work(options: Mapping[str, Any]) -> None:
-    """Train as a script of Accelerate does."""
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import set_seed
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(torch.relu(self.up(self.norm(x))))
-
-    accelerator = Accelerator()
-    set_seed(0)
-    width, steps = options["width"], options["steps"]
-    model = nn.Sequential(*(Block(width) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    begin = 0
-    if options["resume"]:
-        accelerator.load_state(options["folder"])
-        begin = steps // 2
-    losses, seconds, sent = [], [], []
-    counter = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
-    for step in range(begin, steps):
-        generator = torch.Generator().manual_seed(1000 * step + accelerator.process_index)
-        accelerator.wait_for_everyone()
-        started = time.perf_counter()
-        x = torch.randn(8, width, generator=generator)
-        loss = (model(x) - x.roll(1, dims=1)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
-        seconds.append(time.perf_counter() - started)
-        sent.append(int(counter.read_text()))
-        if step + 1 == steps // 2 and not options["resume"]:
-            accelerator.save_state(options["folder"])
-            sent[-1] = int(counter.read_text())
-    if accelerator.is_main_process:
-        Path(options["told"]).write_text(json.dumps({"losses": losses, "seconds": seconds, "sent": sent}))
-    accelerator.end_training()
-
-
-# ---- the hosts ---------------------------------------------------------------------------------------------
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+    parser.add_argument("--timeout", type=int, default=240, help="seconds for one variant")
+    parser.add_argument("--out", type=Path, help="also append the figures to this file, as JSON lines")
+    options = parser.parse_args()
+    results = []
+    with two_hosts(options.mbit):
+        for name in options.variants:
+            before = link_bytes()
+            told = train(VARIANTS[name], ["--steps", str(options.steps)], options.timeout)
+            result = {"variant": name, "mbit": options.mbit, **told, "link_bytes": link_bytes() - before}
+            results.append(result)
+            print(name, f"{result['step_s']:.2f} s a step", flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+    show(results, options)
 
 
 @contextmanager
 def two_hosts(mbit: int) -> Iterator[None]:
-    """Make the namespaces and the slow pair of cards between them."""
+    """Make two network namespaces that reach each other alone, through a link of limited rate."""
     try:
         for host in HOSTS:
-            ip("netns", "add", host)
-        ip("link", "add", CARDS[0], "type", "veth", "peer", "name", CARDS[1])
-        for host, card, address in zip(HOSTS, CARDS, ADDRESSES, strict=True):
-            ip("link", "set", card, "netns", host)
-            ip("-n", host, "addr", "add", f"{address}/24", "dev", card)
-            for each in (card, "lo"):
-                ip("-n", host, "link", "set", each, "up")
-            shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "400ms"]
-            subprocess.run(["ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", card, *shape], check=True)
+            _ip("netns", "add", host)
+            _ip("-n", host, "link", "set", "lo", "up")
+        _ip("link", "add", LINK, "netns", HOSTS[0], "type", "veth", "peer", "name", LINK, "netns", HOSTS[1])
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            _ip("-n", host, "address", "add", f"{address}/24", "dev", LINK)
+            _ip("-n", host, "link", "set", LINK, "up")
+            limit = ["rate", f"{mbit}mbit", "burst", "64k", "latency", "200ms"]
+            _run("tc", "-n", host, "qdisc", "add", "dev", LINK, "root", "tbf", *limit)
         yield
     finally:
         for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], check=False)
+            subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
 
 
-def run(layout: Mapping[str, Any], options: Mapping[str, Any], folder: Path, port: int) -> Told:
-    """Launch both hosts and wait for them; raises RuntimeError with what they wrote where one fails."""
-    config = folder / "config.yaml"
-    lines = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "OURSHARD", "use_cpu": True}
-    config.write_text(json.dumps({**lines, "mixed_precision": "no", "ourshard_config": {"stage": 3, **layout}}))
-    told = folder / "told.json"
-    told.unlink(missing_ok=True)
-    started = []
-    for rank, (host, card) in enumerate(zip(HOSTS, CARDS, strict=True)):
-        accelerate = Path(sys.executable).with_name("accelerate")
-        command = ["ip", "netns", "exec", host, str(accelerate), "launch", "--config_file", str(config)]
-        command += ["--num_machines", "2", "--machine_rank", str(rank), "--num_processes", str(2 * RANKS)]
-        command += ["--main_process_ip", ADDRESSES[0], "--main_process_port", str(port)]
-        command += [__file__, "--worker", json.dumps({**options, "told": str(told)})]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": card, "OMP_NUM_THREADS": "1"}
-        out = (folder / f"host-{rank}.log").open("w")
-        started.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    if any(codes) or not told.is_file():
-        texts = "\n".join((folder / f"host-{rank}.log").read_text()[-3000:] for rank in (0, 1))
-        raise RuntimeError(f"a host ended with {codes}:\n{texts}")
-    return Told(**json.loads(told.read_text()))
+def _ip(*words: str) -> None:
+    _run("ip", *words)
 
 
-def measure(name: str, args: argparse.Namespace, folder: Path, port: int) -> dict[str, Any]:
-    """Train, and once more from the middle."""
-    options = {"width": args.width, "steps": args.steps, "folder": str(folder / "saved"), "resume": False}
-    whole = run(LAYOUTS[name], options, folder, port)
-    resumed = run(LAYOUTS[name], {**options, "resume": True}, folder, port + 1)
-    gone = [after - before for before, after in zip(whole.sent, whole.sent[1:], strict=False)]
-    if args.steps // 2 - 1 < len(gone):
-        del gone[args.steps // 2 - 2]  # the step of the save
-    return {
-        "layout": name,
-        "seconds": round(statistics.median(whole.seconds[1:]), 3),
-        "mbytes_sent": round(statistics.median(gone) / 1e6, 3),
-        "resumed_alike": resumed.losses == whole.losses[args.steps // 2 :],
-        "losses": whole.losses,
-        "mbit": args.mbit,
-        "parameters": 8 * 2 * (args.width**2 + args.width) + 8 * 2 * args.width,
-    }
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True)
 
 
-def main() -> None:
-    args = parse_args()
-    if args.worker:
-        work(args.worker)
-        return
-    with two_hosts(args.mbit):
-        for number, name in enumerate(args.layouts):
-            with tempfile.TemporaryDirectory() as folder:
-                print(json.dumps(measure(name, args, Path(folder), 29600 + 2 * number)), flush=True)
+def link_bytes() -> int:
+    """Return the bytes that went over the link so far, in both directions."""
+    found = 0
+    for name in ("rx_bytes", "tx_bytes"):
+        command = ["ip", "netns", "exec", HOSTS[0], "cat", f"/sys/class/net/{LINK}/statistics/{name}"]
+        found += int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def train(shard: dict[str, Any], words: list[str], timeout: int = 240) -> dict[str, Any]:
+    """Run `two_hosts_train.py` on both hosts; return what it told. Raises RuntimeError with the output if one fails."""
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(yaml.safe_dump(_config(shard)))
+        started = [_start(rank, config, words) for rank in range(len(HOSTS))]
+        try:
+            outputs = [process.communicate(timeout=timeout)[0] for process in started]
+        except subprocess.TimeoutExpired:
+            outputs = [_end(process) for process in started]
+            raise RuntimeError("no end within the time given:\n" + "\n".join(outputs)) from None
+    if any(process.returncode for process in started):
+        raise RuntimeError("training failed:\n" + "\n".join(outputs))
+    line = next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))  # type: ignore[no-any-return]
+
+
+def _config(shard: dict[str, Any]) -> dict[str, Any]:
+    machines = {"num_machines": 2, "num_processes": 4, "main_process_ip": ADDRESSES[0], "main_process_port": PORT}
+    fixed = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "OURSHARD", "rdzv_backend": "static"}
+    section = {"stage": 3, "timeout": 60, "persist_below": 500, **shard}
+    return {**fixed, **machines, "machine_rank": 0, "use_cpu": True, "ourshard_config": section}
+
+
+def _start(rank: int, config: Path, words: list[str]) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", HOSTS[rank], sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", str(config), "--num_machines", "2", "--machine_rank", str(rank)]
+    command += [str(HERE / "two_hosts_train.py"), *words]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    os.killpg(process.pid, 9)
+    return process.communicate()[0]
+
+
+def show(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print a table; ratios are to the first variant."""
+    table = Table(title=f"two hosts, 2 ranks each, {options.mbit} Mbit/s; {results[0]['parameters']:,} parameters")
+    for column in ("variant", "s a step", "times faster", "MB over the link", "of the bytes", "last loss"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    first = results[0]
+    for result in results:
+        times, share = first["step_s"] / result["step_s"], result["link_bytes"] / first["link_bytes"]
+        figures = [f"{result['step_s']:.2f}", f"{times:.2f}", f"{result['link_bytes'] / 1e6:.0f}", f"{share:.2f}"]
+        table.add_row(result["variant"], *figures, f"{result['losses'][-1]:.4f}")
+    Console().print(table)
 
 
 if __name__ == "__main__":
