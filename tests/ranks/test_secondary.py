@@ -60,7 +60,8 @@ def test_a_frozen_base_is_gathered_from_the_secondary_shard_too(ranks):
 @pytest.mark.slow
 def test_a_hybrid_mesh_of_two_replicas_has_the_bits_of_one_without(ranks):
     task = llama_task(optimizer=adamw, accumulate=2, steps=2, rows=1)
-    check_same_bits(ranks(8), task, {"hybrid": {"shard_size": 4, "persist_below": 100}})
+    hybrid = {"shard_size": 4, "persist_below": 100}
+    check_same_bits(ranks(8), task, {"hybrid": hybrid, "over all": {**hybrid, "shard_optimizer_over": "all"}})
 
 
 def count(micro_batches: int, **config: Any) -> tuple[dict[str, int], dict[str, int], int, int]:
