@@ -7,8 +7,9 @@ codec and without, over the same groups: a gather, and a reduction with what `re
 took counts, the same for all, and int8 is taken where it needs less than `PAYS` of the exact time; else nothing is
 coded. int4 and fp8 are never chosen: whoever takes more error for fewer bytes says so. Rank 0 says what was measured.
 
-Collectives are measured alone, not beside compute, and exact ones as NCCL or gloo moves them. Where peer copies would
-do it instead (Note [Peer copies]), links are so fast that no codec pays.
+Collectives are measured alone, not beside compute, and exact ones as NCCL or gloo moves them, also where peer copies
+(Note [Peer copies]) would take their place and be faster. A run that is resumed measures anew, and may choose
+otherwise: for the same bits name the codec.
 """
 
 from __future__ import annotations
