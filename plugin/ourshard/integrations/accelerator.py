@@ -25,7 +25,7 @@ from ourshard.integrations import ending, models
 from ourshard.integrations.advising import advised
 from ourshard.integrations.arguments import take_plugin
 from ourshard.integrations.joining import JoiningMixin
-from ourshard.integrations.optimizer import ShardOptimizer, unscale_once, with_sharding
+from ourshard.integrations.optimizer import ShardOptimizer, refuse_fused_backward, unscale_once, with_sharding
 from ourshard.integrations.plugin import ShardPlugin
 from ourshard.integrations.saving import SavingMixin
 from ourshard.runtime import api
@@ -113,6 +113,7 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> ShardOptimizer:
         """Let the optimizer update this rank's masters. Its state lives where they do, so accelerate places nothing."""
+        refuse_fused_backward(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         prepared = with_sharding(prepared, self.ourshard_plugin.gradient_clipping, self._trained)
         api.adopt_optimizer(prepared.optimizer)

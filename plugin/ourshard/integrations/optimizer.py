@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ourshard.integrations.advising import advised
 from ourshard.runtime import api
 from ourshard.runtime.engine import ENGINES
+from ourshard.runtime.optim import writing_masters
 
 
 class ShardOptimizer(AcceleratedOptimizer):
@@ -43,6 +44,21 @@ class ShardOptimizer(AcceleratedOptimizer):
         with advised():
             super().step(closure)
 
+    def train(self) -> None:
+        """Go into the mode to step in. Schedule-free optimizers have modes, and write weights anew between them."""
+        self._switch(super().train, to_train=True)
+
+    def eval(self) -> None:
+        """Go into the mode to evaluate and save in. On all ranks, as `train`."""
+        self._switch(super().eval, to_train=False)
+
+    def _switch(self, switch: Callable[[], None], to_train: bool) -> None:
+        if all(group.get("train_mode", to_train) == to_train for group in self.param_groups):
+            switch()
+            return
+        with writing_masters(self.optimizer):
+            switch()
+
 
 def with_sharding(
     optimizer: AcceleratedOptimizer, largest_norm: float | None, trained: Callable[[], Iterable[torch.Tensor]]
@@ -54,6 +70,16 @@ def with_sharding(
     optimizer._largest_norm = largest_norm
     optimizer._trained = trained
     return optimizer
+
+
+def refuse_fused_backward(optimizer: Optimizer) -> None:
+    """Raise `ValueError` for LOMO and its like."""
+    if callable(getattr(optimizer, "fused_backward", None)):
+        raise ValueError(
+            f"The optimizer {type(optimizer).__name__} changes each parameter while backward runs, by this rank's "
+            "gradient, before ranks have added theirs. Use another one; Adafactor has a small state too, and at stage "
+            "2 and 3 gradients are shards."
+        )
 
 
 def unscale_once(scaler: Any, optimizer: Optimizer) -> None:

@@ -27,11 +27,24 @@ def create_accelerator_and_postprocess(method: Method, trainer: Any) -> None:
     method(trainer)
     if not getattr(trainer.accelerator, "is_ourshard", False):
         return
+    _refuse_uneven(trainer)
     if trainer.args.save_total_limit is None:
         trainer.args.save_total_limit = trainer.accelerator.ourshard_plugin.config.checkpoint.keep
     settings = dict(_said(trainer.args).grad_scaler)
     if settings and trainer.accelerator.scaler is not None:
         trainer.accelerator.scaler = ShardGradScaler(trainer.accelerator.device.type, **settings)
+
+
+def _refuse_uneven(trainer: Any) -> None:
+    """Raise ValueError where ranks would get batches of different numbers and sizes: a Trainer gathers them."""
+    accelerator = trainer.accelerator
+    if accelerator.num_processes > 1 and not (accelerator.even_batches or trainer.args.dataloader_drop_last):
+        raise ValueError(
+            "accelerator_config: even_batches=False gives the ranks batches of different numbers and sizes, which a "
+            "Trainer gathers as if they were equal. Leave it out (rows that fill up a last batch are dropped from "
+            "metrics), or set dataloader_drop_last=True, or join the ranks in a loop of your own with "
+            "accelerator.join_uneven_inputs."
+        )
 
 
 def create_optimizer(method: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:

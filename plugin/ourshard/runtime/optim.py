@@ -19,6 +19,8 @@ masters are shards.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -423,6 +425,17 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def has_owners(optimizer: Optimizer) -> bool:
     """Say whether each parameter is stepped whole, on one rank; the same on every rank."""
     return any(run.owner is not None for run in _runs_of(optimizer))
+
+
+@contextmanager
+def writing_masters(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer write its parameters outside of `step`; whole parameters follow. On all ranks."""
+    engines = engines_of(optimizer)
+    for engine in engines:
+        engine.land_masters()
+    yield
+    for engine in engines:
+        engine.masters_changed()
 
 
 def engines_of(optimizer: Optimizer) -> list[Engine]:

@@ -47,10 +47,10 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     declared = getattr(optimizer, "elementwise", None)
     if declared is not None:
         return None if declared else "says that it needs whole matrices"
-    options = _constructor_options(optimizer, group)
-    key = (type(optimizer), tuple(sorted((k, repr(v)) for k, v in options.items() if k not in ("lr", "initial_lr"))))
+    options, own = _constructor_options(optimizer, group), _own_options(optimizer, group)
+    key = (type(optimizer), tuple(sorted((k, repr(v)) for k, v in {**own, **options}.items() if k != "lr")))
     if key not in _PROBED:
-        _PROBED[key] = _probe(type(optimizer), options)
+        _PROBED[key] = _probe(type(optimizer), options, own)
     return _PROBED[key]
 
 
@@ -62,26 +62,32 @@ def _constructor_options(optimizer: Optimizer, group: dict[str, Any]) -> dict[st
     return {k: v for k, v in group.items() if k in known and k not in ("fused", "foreach", "capturable")}
 
 
+def _own_options(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a group says beyond the optimizer's defaults: GaLore and Apollo take a group with a `rank` apart."""
+    known = {*optimizer.defaults, "params", "param_names", "initial_lr", "fused", "foreach", "capturable"}
+    return {key: value for key, value in group.items() if key not in known}
+
+
 def probe_apart(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     """Return why an optimizer can't step its parameters on several ranks, each whole on one, or None if it can."""
-    kind, options = type(optimizer), _constructor_options(optimizer, group)
+    kind, options, own = type(optimizer), _constructor_options(optimizer, group), _own_options(optimizer, group)
     (first, *grads), (second, *others) = _tensors(0), _tensors(1)
     both = list(zip(grads, others, strict=True))
     try:
-        together = _stepped(kind, options, [first, second], both)
-        one = _stepped(kind, options, [first, second], [(grad, None) for grad, _ in both])
-        other = _stepped(kind, options, [first, second], [(None, grad) for _, grad in both])
+        together = _stepped(kind, options, own, [first, second], both)
+        one = _stepped(kind, options, own, [first, second], [(grad, None) for grad, _ in both])
+        other = _stepped(kind, options, own, [first, second], [(None, grad) for _, grad in both])
     except Exception as problem:
         return f"could not be tried on small tensors ({type(problem).__name__}: {problem})"
     same = torch.allclose(together[0], one[0]) and torch.allclose(together[1], other[1])
     return None if same else "steps a parameter by what others have"
 
 
-def _probe(kind: type[Optimizer], options: dict[str, Any]) -> str | None:
+def _probe(kind: type[Optimizer], options: dict[str, Any], own: dict[str, Any]) -> str | None:
     value, *grads = _tensors(0)
     try:
-        whole = _stepped(kind, options, [value], [[grad] for grad in grads])
-        flat = _stepped(kind, options, _flat_pieces(value), [_flat_pieces(grad) for grad in grads])
+        whole = _stepped(kind, options, own, [value], [[grad] for grad in grads])
+        flat = _stepped(kind, options, own, _flat_pieces(value), [_flat_pieces(grad) for grad in grads])
     except Exception as problem:
         return f"could not be tried on small tensors ({type(problem).__name__}: {problem})"
     same = torch.allclose(whole[0].reshape(-1), torch.cat(flat), rtol=1e-5, atol=1e-7)
@@ -102,13 +108,16 @@ def _flat_pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _stepped(
     kind: type[Optimizer],
     options: dict[str, Any],
+    own: dict[str, Any],
     values: Sequence[torch.Tensor],
     steps: Sequence[Sequence[torch.Tensor | None]],
 ) -> list[torch.Tensor]:
     """Return `values` after some steps, with one gradient, or None, for each value in each step."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    optimizer = kind(parameters, **options)  # type: ignore[call-arg]
+    optimizer = kind([{"params": parameters, **own}], **options)  # type: ignore[call-arg]
     TRIALS.add(optimizer)
+    if callable(train := getattr(optimizer, "train", None)):  # schedule-free optimizers step in this mode alone
+        train()
     for grads in steps:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = None if grad is None else grad.clone()
