@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 from ourshard.checkpoint.commit import newest_complete
+from ourshard.checkpoint.io import DiskIO
 from ourshard.checkpoint.source import detect
 
 from tests.checkpoint.crashing import CrashIO, Killed
@@ -157,3 +159,32 @@ def test_a_save_plans_without_words_and_a_load_reads_no_other_rank_s_rows(ranks:
         assert (saving, loading) == (3, 2)
     for _, _, share in many:
         assert 0.95 < share < 1.1
+
+
+class Slow(DiskIO):
+    """Takes longer for the first flush than a collective may wait."""
+
+    def __init__(self) -> None:
+        self.slept = False
+
+    def flush(self, file: BinaryIO) -> None:
+        if not self.slept:
+            time.sleep(4)
+            self.slept = True
+        super().flush(file)
+
+
+def saved_slowly(root: str) -> bool:
+    import ourshard
+    import torch.distributed as dist
+
+    model, optimizer = made({"stage": 3, "persist_below": 0, "timeout": 2.0})
+    steps(model, optimizer, range(1))
+    ourshard.save(model, optimizer, f"{root}/slow", io=Slow() if dist.get_rank() == 1 else DiskIO())
+    steps(model, optimizer, range(1, 2))
+    return (Path(root) / "slow" / "ourshard.json").is_file()
+
+
+def test_a_disk_that_takes_longer_than_a_collective_may_wait_stops_nothing(ranks: Any, tmp_path: Path) -> None:
+    """CASES A09."""
+    assert ranks(2)(saved_slowly, str(tmp_path), timeout=60) == [True, True]

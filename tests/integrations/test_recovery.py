@@ -48,7 +48,7 @@ def trained(kind: str, folder: Path, strike: str, launcher: str = "torchrun") ->
     config.write_text(CONFIG)
     launch = [str(config) if word == "CONFIG" else word for word in LAUNCHERS[launcher]]
     script = ["-m", "tests.integrations.recovery_script", kind, str(folder), strike]
-    result = run_cli([*launch, *RESTARTS[launcher], *script], env=ENV, timeout=90)
+    result = run_cli([*launch, *RESTARTS[launcher], *script], env=ENV, timeout=200)
     return result, torch.load(folder / "end.pt", weights_only=True)
 
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
+from ourshard.runtime.control import PATIENCE
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.mesh import host_group
 
@@ -24,8 +24,6 @@ from .source import CheckpointError
 from .staging import Staging
 
 logger = logging.getLogger("ourshard")
-
-COMMIT_WITHIN = 1800.0  # seconds that ranks wait for the slowest one to write, where the config has no timeout
 
 
 class Background:
@@ -64,8 +62,8 @@ class Background:
         All are called in the thread, and use no collectives.
         """
         assert self._thread is None, "the save before was not waited for"
-        lead, seconds = engine.mesh.world.rank == 0, engine.config.timeout or COMMIT_WITHIN
-        group = host_group("background saves", timedelta(seconds=seconds))
+        lead = engine.mesh.world.rank == 0
+        group = host_group("background saves", PATIENCE)
 
         def run() -> None:
             error = _agree(group, _attempt(write), f"writing {name}")

@@ -47,6 +47,7 @@ VISIBLE_WITHIN = 10.0  # seconds from when rank 0 has made a folder until all ra
 @contextmanager
 def together(engine: Engine, label: str) -> Iterator[None]:
     """Run the body on all ranks; where it fails on one, fail on all. Collective; no collective inside."""
+    engine.control.agree(label)  # who is elsewhere is noticed here, in seconds
     error: Exception | None = None
     try:
         yield
@@ -56,6 +57,7 @@ def together(engine: Engine, label: str) -> Iterator[None]:
     if error is not None:
         told = _Failure(f"{label}: {type(error).__name__}: {error}", isinstance(error, (OSError, DiskError)))
     try:
+        engine.control.meet(label)  # the slowest disk may take longer than a collective may wait
         failures = engine.control.gather_objects(told, label)
     except Exception as problem:  # the ranks may also be elsewhere, waiting for this one
         if error is not None:

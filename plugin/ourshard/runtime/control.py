@@ -25,12 +25,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ourshard.runtime.mesh import Mesh
+from ourshard.runtime.mesh import Mesh, host_group
 from ourshard.runtime.meter import Meter, Spent
 from ourshard.runtime.streams import profiler_range
 
 logger = logging.getLogger("ourshard")
 
+PATIENCE = timedelta(days=1)  # of `meet`; a rank that has gone is noticed at once
 REPORT_AFTER = 4.0  # seconds a rank waits before it tells the others what for
 _LABEL_BYTES = 192
 
@@ -157,6 +158,7 @@ class Control:
         self.agreements = 0
         self.meter: Meter | None = None  # the engine's, while it measures
         self._declared: _Exchange | None = None
+        self.patient = host_group("disks", PATIENCE) if mesh.control is not None else None
         self._watch = watch() if mesh.control is not None else None
 
     def agree(self, label: str) -> None:
@@ -168,6 +170,15 @@ class Control:
             return
         self.agreements += 1
         self._compare(self._exchange(label))
+
+    def meet(self, label: str) -> None:
+        """Return once every rank has come here, however long a disk takes it; raise `DesyncError` if they can't.
+
+        Collective over all ranks. The time that a collective may wait (`timeout`) does not count here.
+        """
+        if self.patient is not None:
+            flag = torch.zeros(1, dtype=torch.uint8)
+            self._wait(dist.all_reduce(flag, group=self.patient, async_op=True), label)
 
     def agree_on(self, wish: str, prefix: str) -> list[str]:
         """Return the wishes of all ranks, which begin with `prefix`; raise `DesyncError` if one says something else.

@@ -493,7 +493,7 @@ class Engine:
 def let_go_of_groups() -> None:
     """Drop the references of all engines to process groups, which nothing can use any more: the process ends."""
     for engine in ENGINES:
-        engine.control.group = None
+        engine.control.group = engine.control.patient = None
         let_go(engine.mesh)
     let_go_of_all()
     stop_watching()
