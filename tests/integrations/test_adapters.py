@@ -1,4 +1,4 @@
-"""Adapters over a base of other dtypes, on two ranks against one process: cases B01, B03, B05 of CASES.md."""
+"""Adapters over a base of other dtypes, on two ranks against one process: cases B01, B03, B05, B08 of CASES.md."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.integrations import trainer_runs
+from tests.integrations.client_runs import column, trainer_of
 from tests.integrations.trainer_runs import Case, Run, changed, on_rank, run
 
 pytestmark = pytest.mark.ranks
@@ -35,8 +36,9 @@ class Bytes(nn.Module):
 
 
 def mixed(model: nn.Module) -> None:
-    """Hold the base in bf16 and its norms in fp32; peft makes adapters over it in fp32."""
+    """Hold the base in bf16, its norms in fp32 and one tensor in fp16; peft makes adapters over it in fp32."""
     model.to(torch.bfloat16)
+    model.model.layers[1].mlp.up_proj.to(torch.float16)
     for name, module in model.named_modules():
         if "norm" in name:
             module.to(torch.float32)
@@ -86,11 +88,15 @@ def is_trained(name: str) -> bool:
     return "lora_" in name or "modules_to_save" in name
 
 
-@pytest.mark.parametrize("name", list(BASES))
-def test_adapters_train_over_a_base_of_any_dtype_which_stays_as_it_was(ranks, tmp_path, name):
+EACH = [(name, 3) for name in BASES]
+SLOW = [pytest.param(name, stage, marks=pytest.mark.slow) for name in BASES for stage in (1, 2)]
+
+
+@pytest.mark.parametrize(("name", "stage"), [*EACH, *SLOW])
+def test_adapters_train_over_a_base_of_any_dtype_which_stays_as_it_was(ranks, tmp_path, name, stage):
     """B01, B03, B05: losses as in one process, frozen bits and every dtype kept, adapters saved whole."""
     wanted = trained(name, str(tmp_path / "one"), None, alone=True)
-    results = ranks(2)(trained, name, str(tmp_path / "two"), {"stage": 3, "persist_below": 50}, timeout=90)
+    results = ranks(2)(trained, name, str(tmp_path / "two"), {"stage": stage, "persist_below": 50}, timeout=90)
     for found in results:
         assert np.allclose(found.column("loss"), wanted.column("loss"), atol=BASES[name][2])
         assert {k: v.dtype for k, v in found.state.items()} == {k: v.dtype for k, v in wanted.state.items()}
@@ -98,3 +104,39 @@ def test_adapters_train_over_a_base_of_any_dtype_which_stays_as_it_was(ranks, tm
         assert frozen
         assert all(torch.equal(found.state[key], wanted.state[key]) for key in frozen)
     assert saved_tensors(tmp_path / "two") == saved_tensors(tmp_path / "one")
+
+
+def reloads(folder: str, shard: dict[str, Any] | None) -> list[Any]:
+    """Train fp16 adapters over a bf16 base, save them, and train on from what PEFT loads in both of its ways."""
+    import peft
+
+    trainer_runs.quiet()
+    model = trainer_runs.adapted(trainer_runs.llama().to(torch.bfloat16), "lora")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(torch.float16)
+    told: list[Any] = []
+    for cast in (None, True, False):
+        if cast is not None:
+            base = trainer_runs.llama().to(torch.bfloat16)
+            model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True, autocast_adapter_dtype=cast)
+        before = sorted({str(parameter.dtype) for parameter in model.parameters()})
+        trainer = trainer_of(Case(steps=2, arguments={"learning_rate": 1e-3}), folder, shard, model)
+        trainer.train()
+        if cast is None:
+            trainer.save_model()
+            trainer.accelerator.wait_for_everyone()
+        assert sorted({str(parameter.dtype) for parameter in model.parameters()}) == before
+        told.append([before, column(trainer, "loss")])
+    return [*told, saved_tensors(Path(folder))]
+
+
+def test_adapters_keep_their_dtype_and_train_on_in_the_one_that_they_are_loaded_in(ranks, tmp_path):
+    """B08."""
+    *wanted, saved = reloads(str(tmp_path / "one"), None)
+    for *found, told in ranks(2)(reloads, str(tmp_path / "two"), {"stage": 3, "persist_below": 50}, timeout=90):
+        assert told == saved
+        assert {dtype for dtype, _ in told.values()} == {"torch.float16"}
+        for (dtypes, losses), (wanted_dtypes, wanted_losses) in zip(found, wanted, strict=True):
+            assert dtypes == wanted_dtypes
+            assert np.allclose(losses, wanted_losses, atol=2e-3)
