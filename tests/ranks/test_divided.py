@@ -41,7 +41,7 @@ PLAIN: Configs = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_training_is_that_of_a_hybrid_mesh_with_masters_over_shard(accumulate, ranks):
     """Two replicas add two numbers, in whichever order; AdamW rounds the end of a tensor otherwise than its middle."""
     task = llama_task(optimizer=adamw, accumulate=accumulate, steps=2, rows=1)

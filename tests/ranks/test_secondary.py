@@ -44,7 +44,7 @@ def check_same_bits(on_ranks: Any, task: Any, plain: Configs, **secondary: Any) 
             assert difference(got.state, wanted.state) == 0, f"{name} on rank {rank}"
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_has_the_bits_of_plain_stage_3(accumulate, ranks):
     """Tied embeddings are in the root, which has no secondary shard."""
     task = llama_task(optimizer=adamw, accumulate=accumulate, clip=1.0, steps=2, rows=1)
