@@ -1,0 +1,67 @@
+"""What loops call on an Accelerator besides training, on two ranks against one process on the joined batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration
+
+from tests.integrations.client_runs import apart, world
+from tests.integrations.trainer_runs import VOCAB, Tokens, enable, llama, quiet
+
+pytestmark = pytest.mark.ranks
+
+LOADING: dict[str, dict[str, bool]] = {
+    "shards": {},
+    "split": {"split_batches": True},
+    "dispatch": {"dispatch_batches": True, "split_batches": True},
+}
+
+
+def loop(how: str, shard: dict[str, Any] | None) -> dict[str, Any]:
+    """Skip a batch, train on two with values clipped, evaluate 11 rows, and hand everything back."""
+    from accelerate import Accelerator
+
+    quiet()
+    enable(shard)
+    options = LOADING[how]
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = 4 if options else 4 // world()
+    train = torch.utils.data.DataLoader(Tokens(12), batch_size=rows)
+    held = torch.utils.data.DataLoader(Tokens(11, seed=1), batch_size=rows)
+    model, optimizer, train, held = accelerator.prepare(model, optimizer, train, held)
+    losses = []
+    for batch in accelerator.skip_first_batches(train, 1):
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCAB), batch["input_ids"].view(-1))
+        accelerator.backward(loss)
+        accelerator.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean"))
+    told = []
+    with torch.no_grad():
+        for batch in held:
+            told.append(accelerator.gather_for_metrics(model(input_ids=batch["input_ids"]).logits))
+    state = accelerator.get_state_dict(model)
+    assert accelerator.unwrap_model(model) is model
+    if accelerator.process_index == world() - 1:  # one rank alone
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    accelerator.free_memory(model, optimizer)
+    return {"losses": torch.stack(losses), "told": torch.cat(told), "state": state}
+
+
+def loops(shard: dict[str, Any] | None) -> dict[str, Any]:
+    return {how: loop(how, shard) for how in LOADING}
+
+
+def test_helpers_of_an_accelerator_give_what_they_give_in_one_process(ranks):
+    wanted = loops(None)
+    assert len(wanted["shards"]["told"]) == 11
+    for found in ranks(2)(loops, {"persist_below": 50, "stage": 3}, timeout=60):
+        assert apart(found, wanted) < 1e-5
