@@ -84,6 +84,13 @@ def test_evaluation_and_zeroing_by_the_model_are_answered_too(ranks):
             torch.testing.assert_close(result["state"][name], value, atol=1e-5, rtol=0, msg=name)
 
 
+def test_a_rank_without_batches_gathers_as_the_others_do_coded_or_exact(ranks):
+    config = {"stage": 3, "persist_below": 0, "communication": {"weights": "int8", "block": 16}}
+    without, looking = ranks(2)(join, config), ranks(2)(join, config, evaluate=True)
+    for got, wanted in zip(looking, without, strict=True):
+        assert all(torch.equal(value, wanted["state"][name]) for name, value in got["state"].items())
+
+
 def test_three_ranks_leave_one_after_the_other(ranks):
     results = ranks(3)(join, {"stage": 3})
     assert [result["batches"] for result in results] == [2, 2, 1]

@@ -32,7 +32,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ourshard.integrations import stopping
-from ourshard.runtime.engine import let_go_of_groups
+from ourshard.runtime.control import stop_watching
+from ourshard.runtime.engine import ENGINES
+from ourshard.runtime.mesh import let_go, let_go_of_all
 
 GRACE = 3.0  # seconds that a rank with a lost connection leaves to the one that failed first
 LEAVE_WITHIN = 5.0  # seconds that exit functions get after an exception
@@ -57,10 +59,19 @@ def _leave_group() -> None:
 
     The script may have destroyed them itself, as `Accelerator.end_training` does: our references are left all the same.
     """
-    let_go_of_groups()
+    _let_go_of_groups()
     stopping.finish()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _let_go_of_groups() -> None:
+    """Drop the references of all engines to process groups, which nothing can use any more."""
+    for engine in ENGINES:
+        engine.control.group = engine.control.patient = None
+        let_go(engine.mesh)
+    let_go_of_all()
+    stop_watching()
 
 
 def _on_exception(show: Callable[..., Any]) -> Callable[..., None]:

@@ -42,6 +42,8 @@ def can_code(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 def codes_now(engine: Engine) -> bool:
     """Say whether gathers issued now are coded; the same on every rank. Note [Coded weights]."""
+    if engine.coded_as_told is not None:
+        return engine.coded_as_told
     model = engine.model()
     if engine.config.communication.weights is Codec.NONE or model is None or not model.training:
         return False

@@ -22,14 +22,14 @@ from ourshard.config import Accumulate, ShardConfig
 from ourshard.runtime.casting import cast
 from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer
-from ourshard.runtime.control import Control, stop_watching
+from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, hook_outputs
 from ourshard.runtime.host import HostMemory
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
-from ourshard.runtime.mesh import Mesh, let_go, let_go_of_all
+from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.meter import Measuring, Spent
 from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At
@@ -100,6 +100,7 @@ class Engine:
         self.sync_backward = True  # `require_sync` of the last forward
         self.phase_is_backward = False
         self.forward_has_grad = False  # the root's forward runs, with gradient
+        self.coded_as_told: bool | None = None  # a rank with work said whether this gather is coded: joining.py
         self.gathered_depth = 0  # inside `gathered(...)`: everything is whole, hooks do nothing
         self.adoption = 0  # grows when an optimizer must look for parameters anew
         self.writes = 0  # whole values written from outside since the last forward: `writing.py`
@@ -488,15 +489,6 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError("A sharded model can't be pickled; save it with accelerator.save_model or save_pretrained.")
-
-
-def let_go_of_groups() -> None:
-    """Drop the references of all engines to process groups, which nothing can use any more: the process ends."""
-    for engine in ENGINES:
-        engine.control.group = engine.control.patient = None
-        let_go(engine.mesh)
-    let_go_of_all()
-    stop_watching()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

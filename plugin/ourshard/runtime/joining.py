@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from ourshard.runtime.coded import codes_now
 from ourshard.runtime.control import DesyncError
 from ourshard.runtime.schedule import Action, Event
 
@@ -145,7 +146,11 @@ class Seat(Joinable):
             unit = engine.units[numbers[0]]
             unit.held = False
             unit.release()  # left whole by a forward that had no backward
-            engine._perform(Event(Action.GATHER, unit.index))
+            engine.coded_as_told = bool(numbers[1])  # this rank is in no forward that could say
+            try:
+                engine._perform(Event(Action.GATHER, unit.index))
+            finally:
+                engine.coded_as_told = None
             unit.release()
 
 
@@ -182,7 +187,8 @@ class _Announcing:
         self.phase = None
 
     def need(self, action: Action, unit: Unit) -> None:
-        self._seat.say(action.value, self._index, unit.index)
+        coded = (int(codes_now(self._engine)),) if action is Action.GATHER else ()
+        self._seat.say(action.value, self._index, unit.index, *coded)
         self._engine._perform(Event(action, unit.index))
 
     def passed(self, unit: Unit) -> None:
