@@ -98,6 +98,7 @@ def test_three_ranks_leave_one_after_the_other(ranks):
         assert torch.equal(value, results[2]["state"][name])
 
 
+@pytest.mark.slow
 def test_a_secondary_shard_is_left_alone_inside_of_a_join(ranks):
     config = {"stage": 3, "persist_below": 0}
     without, with_one = ranks(4)(join, config), ranks(4)(join, {**config, "secondary_shard_size": 2})

@@ -44,6 +44,7 @@ def test_training_with_coded_weights_stays_near_one_process(ranks):
     check_near(ranks(2)(train_all, task, CODED, timeout=120), CODED, reference(task, 2))
 
 
+@pytest.mark.slow
 def test_hybrid_meshes_stay_near_one_process(ranks):
     """X01: 2 x 2, 4 x 1, and 1 x 4 where nothing is gathered and all is exact."""
     task = llama_task(optimizer=adamw, steps=3)

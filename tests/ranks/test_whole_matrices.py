@@ -89,7 +89,12 @@ def test_optimizers_of_whole_matrices_give_the_answer_of_one_process(ranks, worl
 
 @pytest.mark.parametrize(
     "more",
-    [{"shard_size": 2}, DIVIDED, {"offload": {"optimizer": "cpu"}}, {"accumulate": "deferred"}],
+    [
+        pytest.param({"shard_size": 2}, marks=pytest.mark.slow),
+        DIVIDED,
+        {"offload": {"optimizer": "cpu"}},
+        {"accumulate": "deferred"},
+    ],
     ids=str,
 )
 def test_replicas_hosts_and_deferred_reductions_change_nothing(ranks, more):

@@ -52,6 +52,7 @@ def test_one_process_finds_this_machine_healthy_and_measures_it(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_ranks_with_a_bad_combination_of_packages_end_with_1_and_the_fix(tmp_path: Path) -> None:
     package = tmp_path / "trl-1.0.0.dist-info"
     package.mkdir()
