@@ -21,7 +21,7 @@ from tests.ranks.pairs import joined, part
 from tests.ranks.test_lane_step import Counted, same
 from tests.ranks.test_offload import BF16, saved, write_and_read
 from tests.ranks.test_optimizers import KINDS, make_optimizer
-from tests.ranks.training import Configs, Task, adamw, llama_task, train, train_all
+from tests.ranks.training import Configs, Task, adamw, assert_same_bits, llama_task, train, train_all
 
 pytestmark = pytest.mark.ranks
 
@@ -41,11 +41,7 @@ def compare_bits(ranks: Any, folder: Path, **options: Any) -> None:
     mine, others = ranks(2)(train_all, task, PLAIN, timeout=120), ranks(2)(train_all, task, there, timeout=120)
     for name in there:
         for results, twins in zip(mine, others, strict=True):
-            result, twin = results[name.removeprefix("params ")], twins[name]
-            assert result.losses == twin.losses, name
-            assert result.norms == twin.norms, name
-            for key, value in result.state.items():
-                assert torch.equal(value, twin.state[key]), f"{name}: {key}"
+            assert_same_bits(twins[name], results[name.removeprefix("params ")], name)
 
 
 def test_training_from_files_has_the_same_bits_as_with_masters_on_the_device(ranks, tmp_path):

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from tests.ranks.nets import llama
-from tests.ranks.training import Configs, Task, adamw, compare, llama_task, reference, train, train_all
+from tests.ranks.training import (
+    Configs,
+    Task,
+    adamw,
+    assert_same_bits,
+    compare,
+    llama_task,
+    reference,
+    train,
+    train_all,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -37,11 +47,7 @@ def test_training_has_the_same_bits_as_with_masters_on_the_device(ranks, accumul
     there = ranks(2)(train_all, task, offloaded(PLAIN), timeout=120)
     for name in offloaded(PLAIN):
         for results, others in zip(here, there, strict=True):
-            mine, theirs = results[name.removeprefix("params ")], others[name]
-            assert mine.losses == theirs.losses, name
-            assert mine.norms == theirs.norms, name
-            for key, value in mine.state.items():
-                assert torch.equal(value, theirs.state[key]), f"{name}: {key}"
+            assert_same_bits(others[name], results[name.removeprefix("params ")], name)
 
 
 def test_hybrid_meshes_and_one_rank_match_one_process(ranks):
@@ -104,9 +110,7 @@ def test_a_part_of_the_masters_leaves_and_the_numbers_stay(ranks, tmp_path, stag
     for results in ranks(2)(train_all, task, {"all here": plain, **parts}, timeout=90):
         here = results.pop("all here")
         for name, result in results.items():
-            assert result.losses == here.losses, name
-            assert result.norms == here.norms, name
-            assert all(torch.equal(value, result.state[key]) for key, value in here.state.items()), name
+            assert_same_bits(result, here, name)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.6, 1.0])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.ranks.nets import llama, token_loss, tokens
-from tests.ranks.training import Configs, adamw, difference, llama_task, train_all, with_each
+from tests.ranks.training import Configs, adamw, assert_same_bits, difference, llama_task, train_all, with_each
 
 pytestmark = pytest.mark.ranks
 
@@ -39,9 +39,7 @@ def check_same_bits(on_ranks: Any, task: Any, plain: Configs, **secondary: Any) 
     both = {**plain, **with_each(plain, "hpZ", **(secondary or HPZ))}
     for rank, results in enumerate(on_ranks(train_all, task, both, timeout=180)):
         for name in plain:
-            got, wanted = results[f"hpZ {name}"], results[name]
-            assert (got.losses, got.norms) == (wanted.losses, wanted.norms), f"{name} on rank {rank}"
-            assert difference(got.state, wanted.state) == 0, f"{name} on rank {rank}"
+            assert_same_bits(results[f"hpZ {name}"], results[name], f"{name} on rank {rank}")
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -193,6 +193,15 @@ def assert_same(results: list[Result], expected: Result, tolerance: float = 1e-6
         assert result.losses == pytest.approx(expected.losses, **near), f"{what}: losses of rank {rank}"
 
 
+def assert_same_bits(found: Result, wanted: Result, what: str = "") -> None:
+    """Compare losses, norms and weights of two sharded runs."""
+    assert found.losses == wanted.losses, what
+    assert found.norms == wanted.norms, what
+    assert list(found.state) == list(wanted.state), what
+    for key, value in wanted.state.items():
+        assert torch.equal(value, found.state[key]), f"{what}: {key}"
+
+
 def compare(on_ranks: Any, task: Task, configs: Configs, expected: Result, tolerance: float = 1e-6) -> None:
     """Train `task` under each config on ranks, `ranks(world)`, and check each against `expected`."""
     results = on_ranks(train_all, task, configs, timeout=120)

@@ -70,17 +70,15 @@ def compute_loss(  # noqa: PLR0917 - the Trainer's own parameters
     outside = trainer.label_smoother is not None or trainer.compute_loss_func is not None  # which use it themselves
     if num_items_in_batch is None or outside or not trainer.model_accepts_loss_kwargs or trainer.args.torch_compile:
         return method(trainer, model, inputs, return_outputs, num_items_in_batch)
-    items = _items(trainer, inputs)
-    if trainer in _USES_COUNT:
-        result = method(trainer, model, inputs, return_outputs, num_items_in_batch)
-    else:
-        used: list[str] = []
-        result = method(trainer, model, inputs, return_outputs, Count.of(num_items_in_batch, used))
-        _USES_COUNT[trainer] = bool(used)
+    uses_count, used = _USES_COUNT.get(trainer), list[str]()
+    count = Count.of(num_items_in_batch, used) if uses_count is None else num_items_in_batch
+    result = method(trainer, model, inputs, return_outputs, count)
+    if uses_count is None:
+        uses_count = _USES_COUNT[trainer] = bool(used)
         _say(trainer)
-    if _USES_COUNT[trainer]:
+    if uses_count:
         return result
-    share = items / num_items_in_batch
+    share = _items(trainer, inputs) / num_items_in_batch
     return (result[0] * share, result[1]) if return_outputs else result * share
 
 
