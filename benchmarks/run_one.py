@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--absent", type=int, default=0, help="ranks that do not exist: collectives return at once")
+    parser.add_argument("--backend", default="", help="of the default group; Accelerate's may be cuda:nccl,cpu:gloo")
     parser.add_argument("--profile", default="", help="write a table of kernel time by group to this file")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -34,8 +36,8 @@ def main() -> None:
     if options.absent:
         dist.init_process_group("fake", rank=0, world_size=1 + options.absent, store=FakeStore())
     else:
-        # FSDP2 takes norms on the host. A group of both has no peer copies, and is not what Accelerate makes.
-        backend = "cuda:nccl,cpu:gloo" if options.engine == "fsdp2_offload" else "nccl"
+        # FSDP2 takes norms on the host.
+        backend = options.backend or ("cuda:nccl,cpu:gloo" if options.engine == "fsdp2_offload" else "nccl")
         dist.init_process_group(backend, device_id=device)
     result = measure(options, device)
     if dist.get_rank() == 0:
@@ -81,6 +83,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "device_gib": _device_used() / 2**30,
         "between_steps_gib": torch.cuda.memory_allocated() / 2**30,
         "host_ms": host_time(step, batches),
+        "transport": transport(),
         "loss": total.item() / dist.get_world_size(),
         "tflops": work.flops / figures["step_ms"] / 1e9,
         "world": dist.get_world_size(),
@@ -91,6 +94,15 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     if options.profile:
         profile(step, batches, options.profile)
     return result
+
+
+def transport() -> str:
+    """Return what moves ourshard's bytes, or nothing for other engines."""
+    if "ourshard.runtime.engine" not in sys.modules:
+        return ""
+    from ourshard.runtime.engine import ENGINES as SHARDED
+
+    return next((f"NCCL: {e.without_peers}" if e.peer is None else "peer copies" for e in SHARDED), "")
 
 
 def step_of_each_rank(step_ms: float, device: torch.device) -> list[float]:

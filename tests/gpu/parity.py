@@ -5,7 +5,7 @@
 With words, only configurations that have one of them (`shard_optimizer_over`, `secondary`) are run.
 Every rank trains the reference by itself on the joined batch. Slots are poisoned with NaN when they are released, so a
 read of a parameter that is not there shows. Prints one line a configuration; exits with 1 if any is off. The
-environment may say DTYPES (float32 bfloat16), NVME_PATH (a folder), REPEATS (of stage 1).
+environment may say DTYPES (float32 bfloat16), NVME_PATH (a folder), REPEATS (of stage 1), BACKEND (cuda:nccl,cpu:gloo).
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tupl
 
 def sharded(
     accumulate: int, device: torch.device, options: dict[str, Any]
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+) -> tuple[dict[str, torch.Tensor], list[float], str]:
+    """Return the state, the losses, and why there were no peer copies, if so."""
     checkpoint = options.pop("checkpoint", None)
     sizes = peer._sizes
     if options.pop("small_arena", False):  # units go through NCCL, the root through the arena in pieces
@@ -105,7 +106,7 @@ def sharded(
         optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
-    return full_state_dict(model), losses
+    return full_state_dict(model), losses, engine.without_peers
 
 
 def poison(engine: Any) -> None:
@@ -138,7 +139,7 @@ def main() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group(os.environ.get("BACKEND", "nccl"), device_id=device)
     torch.backends.cuda.matmul.allow_tf32 = False
     bad = 0
     names = os.environ.get("DTYPES", "float32 bfloat16").split()
@@ -150,13 +151,14 @@ def main() -> None:
                 precision = (
                     {} if dtype is torch.float32 else {"precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
                 )
-                state, losses = sharded(accumulate, device, {**options, **precision})
+                state, losses, without_peers = sharded(accumulate, device, {**options, **precision})
                 worst = max((state[n] - v.float().cpu()).abs().max().item() for n, v in expected.items())
                 worst_loss = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
                 ok = worst < tolerance and worst_loss < 10 * tolerance
                 bad += not ok
                 if dist.get_rank() == 0:
-                    case = f"{dtype} accumulate {accumulate} {options}"
+                    how = f"NCCL, {without_peers}" if without_peers else "peer copies"
+                    case = f"{dtype} accumulate {accumulate} {options} ({how})"
                     print(f"{'ok ' if ok else 'BAD'} {case}: {worst:.2e} {worst_loss:.2e}", flush=True)
     dist.destroy_process_group()
     sys.exit(bad > 0)

@@ -90,6 +90,7 @@ class Engine:
         self.host = HostMemory(mesh.device, config.offload.pin_memory) if config.offload.active else None
         self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
+        self.without_peers = ""  # why there are none
         self.reducer = Reducer(self.collectives)
         self.measuring = Measuring(self.streams, (self.streams, self.control))
         self.units: list[Unit] = []
@@ -127,9 +128,13 @@ class Engine:
     def find_peers(self) -> None:
         """Move gathers and reductions to the copy engines, where the machine can. Collective."""
         wanted = self.config.communication
-        if not wanted.active:  # messages of a codec are not what peers pull
-            self.peer = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted.transport.value)
-        self.collectives.peer = self.peer
+        found: PeerCopies | str = "peers pull no messages of a codec"
+        if not wanted.active:
+            found = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted.transport.value)
+        if isinstance(found, PeerCopies):
+            self.collectives.peer = self.peer = found
+        else:
+            self.without_peers = found
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on the modules."""

@@ -55,10 +55,18 @@ _LOCAL_SIZES: dict[tuple[object, int], list[int]] = {}  # default group, `local_
 def default_device() -> torch.device:
     """Return the CUDA device of a process whose group speaks NCCL, or that has a GPU and no group; else the CPU."""
     if dist.is_initialized():
-        on_gpu = "nccl" in dist.get_backend()
+        on_gpu = speaks_nccl(None)
     else:
         on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("1", "true")
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def speaks_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Say whether tensors on CUDA go through NCCL in `group`, None for the default one; it may have gloo for CPUs too.
+
+    `get_backend` has no answer for groups of several backends, nor for those that were made without naming any.
+    """
+    return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
 def build_mesh(config: ShardConfig, mesh: Mesh | DeviceMesh | None = None, device: torch.device | None = None) -> Mesh:

@@ -19,21 +19,17 @@ Memory that peers map is allocated outside of torch's caching allocator; the led
 
 from __future__ import annotations
 
-import logging
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ourshard.runtime.control import Control
 from ourshard.runtime.ledger import Kind, Ledger
-from ourshard.runtime.mesh import Axis, Mesh
+from ourshard.runtime.mesh import Axis, Mesh, speaks_nccl
 
 if TYPE_CHECKING:
     from ourshard.runtime.unit import Unit
-
-logger = logging.getLogger("ourshard")
 
 _ALIGN = 512  # bytes between pieces of a shared buffer
 PIECE_NBYTES = 32 * 2**20  # least size of the arena where larger lanes go through it in pieces
@@ -197,15 +193,19 @@ def mean_into(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, size: 
 
 def make_peer_copies(
     control: Control, mesh: Mesh, units: list[Unit], ledger: Ledger | None, wanted: str
-) -> PeerCopies | None:
-    """Return peer copies sized for all units but the root, or None where they can't work. Collective.
+) -> PeerCopies | str:
+    """Return peer copies sized for all units but the root, or why there are none. Collective.
 
     Needs CUDA, one host, and GPUs that reach each other's memory. With `wanted` "peer" a machine that can't
-    raises `ValueError`; with "auto" it says why at debug level and NCCL is used.
+    raises `ValueError`.
     """
     axis, device = mesh.shard, mesh.device
-    if axis.size == 1 or device.type != "cuda" or wanted == "nccl":
-        return None
+    if axis.size == 1:
+        return "one rank has a whole copy"
+    if device.type != "cuda":
+        return "there is no GPU"
+    if wanted == "nccl":
+        return "as communication.transport says"
     staging, arena = _sizes(units)
     peer, why = None, _why_not(axis, device, arena)
     reasons = control.gather_objects(why, "looking for peer GPUs")
@@ -222,8 +222,7 @@ def make_peer_copies(
     if problems:
         if wanted == "peer":
             raise ValueError(f"communication.transport: peer copies can't work here: {problems[0]}.")
-        logger.debug("peer copies are not used: %s", problems[0])
-        return None
+        return problems[0]
     assert peer is not None
     if ledger is not None:
         ledger.hold(Kind.REDUCE, peer.nbytes)
@@ -240,7 +239,7 @@ def _why_not(axis: Axis, device: torch.device, arena: int) -> str | None:
         return "some GPUs can't reach each other's memory"
     if axis.size > count:
         return "this process sees fewer GPUs than the axis has ranks"
-    return None if dist.get_backend(axis.group) == "nccl" else "the process group is not NCCL"
+    return None if speaks_nccl(axis.group) else "the process group does not speak NCCL"
 
 
 def _sizes(units: list[Unit]) -> tuple[int, int]:

@@ -31,6 +31,7 @@ def summary(engine: Engine) -> str:
         f"compute/reduce/master dtypes {', '.join(sorted({_dtypes(lane) for lane in lanes}))}",
         _tiers(engine),
         *([engine.chosen] if engine.chosen else []),
+        *_transport(engine),
         _memory(engine, lanes),
         f"gradients accumulate {config.accumulate.value}",
     ]
@@ -64,6 +65,12 @@ def _tiers(engine: Engine) -> str:
         return "all on the device"
     part = "" if offload.optimizer_ratio == 1.0 else f"{_part_that_left(engine):.0%} of "
     return f"{part}masters and optimizer on {names[offload.optimizer]}, parameters on {names[offload.params]}"
+
+
+def _transport(engine: Engine) -> Iterator[str]:
+    """Yield what moves bytes between GPUs; nothing on CPUs, and where nothing is moved."""
+    if engine.mesh.device.type == "cuda" and engine.mesh.shard.size > 1:
+        yield f"NCCL moves the bytes ({engine.without_peers})" if engine.peer is None else "copy engines move the bytes"
 
 
 def _part_that_left(engine: Engine) -> float:
