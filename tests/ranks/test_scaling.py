@@ -1,4 +1,4 @@
-"""C05: fp16 with loss scaling, where an overflow is in one rank's shard only."""
+"""C05, G07: fp16 with loss scaling, where an overflow is in one rank's shard only, on the device or on the host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tests.ranks.nets import square_loss, toy
 from tests.ranks.pairs import joined, pair, part
-from tests.ranks.training import TOY, adamw, momentum
+from tests.ranks.training import TOY, adamw, momentum, with_each
 
 pytestmark = pytest.mark.ranks
 
-CONFIGS = TOY
+CONFIGS = TOY | with_each({name: TOY[name] for name in ("stage 1", "stage 3")}, "host", offload={"optimizer": "cpu"})
 EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 

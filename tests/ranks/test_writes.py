@@ -1,0 +1,100 @@
+"""F11 and A12: writing into parameters at rest, and the tensors of a state dict given to those who save them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks.nets import square_loss, toy
+from tests.ranks.pairs import joined, pair, part
+from tests.ranks.training import TOY, sgd
+
+pytestmark = pytest.mark.ranks
+
+Write = Callable[[torch.Tensor], Any]
+
+WRITES: dict[str, Write] = {
+    "data.copy_": lambda w: w.data.copy_(torch.linspace(0, 1, w.numel()).view(w.shape)),
+    "detach().fill_": lambda w: w.detach().fill_(0.5),
+    "copy_": lambda w: w.copy_(torch.linspace(0, 1, w.numel()).view(w.shape)),
+    "add_": lambda w: w.add_(1),
+    "+=": lambda w: w.__iadd__(1),
+    "mul_": lambda w: w.mul_(0.5),
+    "zero_": lambda w: w.zero_(),
+    "rows": lambda w: w[-3:].fill_(0.25),
+    "rows of data": lambda w: w.data[-3:].fill_(0.25),
+    "row mean": lambda w: w.__setitem__(slice(-3, None), w.mean(0)),
+    "clamp_": lambda w: w.data.clamp_(-0.1, 0.1),
+    "lerp_": lambda w: w.lerp_(torch.zeros(w.shape), 0.1),
+    "add_ of a whole tensor": lambda w: w.data.add_(torch.ones(w.shape), alpha=-0.1),
+    "foreach": lambda w: torch._foreach_mul_([w], 0.5),
+    "init": lambda w: nn.init.constant_(w, 0.125),
+}
+ALWAYS_RIGHT = {"data.copy_", "detach().fill_", "copy_", "add_", "+=", "mul_", "zero_"}
+
+
+def write(config: dict[str, Any]) -> dict[str, str]:
+    """Write into one weight in every way, between two steps; return what was refused and why."""
+    refused = {}
+    for name, change in WRITES.items():
+        both = pair(config, toy, sgd)
+        both.backward(joined(0))
+        both.step()
+        both.zero_grad()
+        weights = [max(model.parameters(), key=lambda p: p.numel()) for model in (both.plain, both.sharded)]
+        with torch.no_grad():
+            try:
+                change(weights[1])
+            except RuntimeError as error:
+                refused[name] = str(error)
+            else:
+                change(weights[0])
+        both.assert_same()  # a write that was refused changed nothing
+        both.backward(joined(1))
+        both.step()
+        both.assert_same()  # and one that was not is in the master too
+    return refused
+
+
+@pytest.mark.parametrize("config", TOY.values(), ids=TOY.keys())
+def test_a_write_into_a_resting_parameter_is_right_or_refused_by_name(ranks, config):
+    for refused in ranks(2)(write, config):
+        assert not ALWAYS_RIGHT & refused.keys()
+        if config["stage"] == 0:
+            assert not refused
+        for message in refused.values():
+            assert "gathered(model)" in message
+            assert "writeback=True" in message
+
+
+def save_by_hand(stage: int, folder: Path) -> None:
+    """Save what a user may get hold of with safetensors itself: whole tensors that share nothing, or a refusal."""
+    import ourshard
+    from safetensors.torch import load_file, save_file
+
+    plain = toy().state_dict()
+    model = ourshard.shard_model(toy(), {"stage": stage, "persist_below": 0})
+    square_loss(model, part(joined(0))).backward()
+    state = ourshard.full_state_dict(model)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(plain)
+    file = str(folder / f"{dist.get_rank()}.safetensors")
+    save_file(state, file)
+    torch.testing.assert_close(load_file(file), dict(plain), rtol=0, atol=0)
+    if stage:
+        with pytest.raises(RuntimeError, match="full_state_dict"):
+            save_file(model.state_dict(), file + ".refused")
+        assert not Path(file + ".refused").exists()
+    else:
+        save_file(model.state_dict(), file)
+        torch.testing.assert_close(load_file(file), dict(plain), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_dict_saved_by_hand_is_whole_or_refused(ranks, tmp_path, stage):
+    ranks(2)(save_by_hand, stage, tmp_path)
