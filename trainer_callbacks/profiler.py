@@ -149,7 +149,7 @@ def read(events: Any, steps: int) -> Profile:
 
 def _is_kernel(event: Any) -> bool:
     """Say whether a GPU was at work, which it need not be in the ranges that Kineto draws on its line, too."""
-    return event.device_type().name == "CUDA" and event.activity_type() in ("kernel", "gpu_memcpy", "gpu_memset")
+    return event.device_type().name == "CUDA" and not event.is_user_annotation()
 
 
 def show(profiles: list[Profile], folder: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ourshard.trainer_callbacks import ShardProfilerCallback
+from ourshard.trainer_callbacks.profiler import read
 
 from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enable, llama, quiet
 
@@ -20,8 +23,6 @@ SLOW = "model.layers.1"
 
 def train(folder: str, steps: int, shard: dict[str, Any] | None) -> dict[str, Any]:
     """Profile steps 3 and 4; return what was told, and in which steps a profiler was at work."""
-    from dataclasses import asdict
-
     import torch.distributed as dist
     from transformers import Trainer
 
@@ -75,6 +76,51 @@ def test_without_ourshard_there_are_parts_and_no_units(tmp_path: Path) -> None:
     (only,) = train(str(tmp_path), 4, None)["profiles"]
     assert only["units"] == {}
     assert only["parts"]["compute"] > only["parts"]["exposed gather"] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What Kineto tells of an event in every torch since 2.10; `activity_type` came with 2.13."""
+
+    text: str
+    device: str
+    span: tuple[float, float]  # milliseconds
+    annotation: bool = False
+
+    def name(self) -> str:
+        return self.text
+
+    def device_type(self) -> SimpleNamespace:
+        return SimpleNamespace(name=self.device)
+
+    def start_ns(self) -> int:
+        return int(self.span[0] * 1e6)
+
+    def duration_ns(self) -> int:
+        return int((self.span[1] - self.span[0]) * 1e6)
+
+    def is_user_annotation(self) -> bool:
+        return self.annotation
+
+
+def test_on_a_gpu_kernels_are_the_step_and_ranges_over_them_the_units() -> None:
+    unit = "model.layers.0"
+    events = [
+        Recorded("ProfilerStep#3", "CPU", (0.0, 20.0), annotation=True),
+        Recorded(f"ourshard::forward {unit}", "CPU", (0.0, 1.0), annotation=True),  # when it was issued
+        Recorded(f"ourshard::forward {unit}", "CUDA", (2.0, 7.0), annotation=True),
+        Recorded("Optimizer.step#AdamW.step", "CUDA", (8.0, 12.0), annotation=True),
+        Recorded("sm90_xmma_gemm_bf16", "CUDA", (2.0, 6.0)),
+        Recorded("ncclDevKernel_AllGather_RING_LL", "CUDA", (5.0, 7.0)),
+        Recorded("multi_tensor_apply_kernel", "CUDA", (8.0, 10.0)),
+        Recorded("Memcpy DtoD (Device -> Device)", "CUDA", (11.0, 12.0)),
+        Recorded("aten::mm", "CPU", (0.0, 1.0)),
+    ]
+    found = read(events, 1)
+    assert found.units == {unit: {"forward": 5.0}}
+    assert found.step_ms == 10.0
+    wanted = {"compute": 5.0, "exposed gather": 1.0, "exposed reduce": 0.0, "optimizer": 2.0, "gaps of the host": 2.0}
+    assert found.parts == pytest.approx(wanted)
 
 
 def test_a_window_of_no_steps_is_refused() -> None:
