@@ -61,6 +61,7 @@ def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] |
             return None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"]
     command += [str(HERE / "run_one.py"), "--engine", engine, "--work", work, "--steps", str(options.steps)]
+    command += ["--give-up", str(max(5, options.timeout - 10))]
     if options.absent:
         command += ["--absent", str(options.absent)]
     if options.profile:

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 benchmarks/run_one.py --engine ourshard3 --work llam
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -29,8 +30,11 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--absent", type=int, default=0, help="ranks that do not exist: collectives return at once")
     parser.add_argument("--backend", default="", help="of the default group; Accelerate's may be cuda:nccl,cpu:gloo")
+    parser.add_argument("--give-up", type=int, default=0, help="seconds after which to print all stacks and exit")
     parser.add_argument("--profile", default="", help="write a table of kernel time by group to this file")
     options = parser.parse_args()
+    if options.give_up:
+        faulthandler.dump_traceback_later(options.give_up, exit=True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     if options.absent:
@@ -38,7 +42,9 @@ def main() -> None:
     else:
         # FSDP2 takes norms on the host.
         backend = options.backend or ("cuda:nccl,cpu:gloo" if options.engine == "fsdp2_offload" else "nccl")
-        dist.init_process_group(backend, device_id=device)
+        # With a device the groups of a mesh are split off the first one; Megatron's are made as in its own examples.
+        bound = None if options.engine.startswith(("megatron", "deepspeed")) else device
+        dist.init_process_group(backend, device_id=bound)
     result = measure(options, device)
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
