@@ -112,7 +112,7 @@ def percent_off(found: Sequence[Run], variant: str, what: str) -> list[float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the standard error of a mean."""
+    """Return the standard error of a mean; NaN of one value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
 
 
