@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from ourshard.config import ShardConfig
+from ourshard.planning.advice import explain, explain_host
+from ourshard.planning.moves import MeshSizes
 from torch.nn import functional as F
 
 from tests.integrations.tiny import Tiny, loader, tiny
@@ -116,6 +119,50 @@ def test_where_exceptions_have_no_notes_the_message_itself_says_it_once(ranks: A
     text = ranks(2)(raised_without_notes, timeout=60)[0]
     assert text.startswith(MESSAGE)
     assert text.count("The cheapest change that would fit: stage: 2 saves") == 1
+
+
+def host_runs_out(kind: str) -> list[str]:
+    """Return the notes of an error for want of host memory in a forward on CPUs."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    class Hungry(Tiny):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            if kind == "python":
+                raise MemoryError
+            return super().forward(rows + torch.empty(10**15))  # torch's own error
+
+    model = Accelerator(ourshard_plugin=ShardPlugin({"stage": 0})).prepare(Hungry())
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        model(torch.zeros(2, 4))
+    return getattr(caught.value, "__notes__", list(caught.value.args))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["python", "torch"])
+def test_where_a_cpu_trains_host_memory_is_what_the_advice_is_about(ranks: Any, kind: str) -> None:
+    for notes in ranks(2)(host_runs_out, kind, timeout=60):
+        assert "activations and others" in notes[-1]
+        wanted = (
+            "The cheapest change that would fit: stage: 2 saves" if kind == "python" else "No single change is enough"
+        )
+        assert wanted in notes[-1]  # of 4 PB
+
+
+def test_beside_a_gpu_what_leaves_it_is_weighed_last_and_what_is_on_the_host_comes_back() -> None:
+    model, mesh, size = tiny(), MeshSizes(1), 10**9
+    on_gpu = {"allocated": size, "on_gpu": True}
+    stage3 = ShardConfig(stage=3)
+    recomputed = stage3.replace(activation_checkpointing=True)
+    assert "activation_checkpointing: true" in explain(model, stage3, mesh, missing=10, **on_gpu)
+    assert "would fit: offload.optimizer: cpu saves" in explain(model, recomputed, mesh, missing=10, **on_gpu)
+    assert "offload" not in explain(model, recomputed, mesh, missing=10, allocated=size)
+
+    offloaded = stage3.replace(offload={"optimizer": "cpu", "params": "cpu"})
+    text = explain_host(model, offloaded, mesh, missing=10)
+    assert "would fit: offload.optimizer: none saves" in text
+    assert "offload.optimizer: nvme" in text
+    assert "hold 0 bytes" in explain_host(model, stage3, mesh, missing=10)
 
 
 def error_in_evaluation() -> list[str]:

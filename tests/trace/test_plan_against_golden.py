@@ -1,4 +1,4 @@
-"""The planner's rehearsal, which follows the engine by hand, against the golden order of the engine itself. No ranks."""
+"""The planner's rehearsal, which follows the engine by hand, against the engine's golden order. No ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def mesh_of(world: int, config: dict[str, Any]) -> MeshSizes:
 @pytest.mark.trace
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_rehearsal_gathers_and_reduces_in_the_golden_order(name: str) -> None:
-    world, values = CONFIGS[name]
-    config, mesh = ShardConfig.from_dict({**values, "persist_below": 20}), mesh_of(*CONFIGS[name])
+    mesh = mesh_of(*CONFIGS[name])
+    config = ShardConfig.from_dict({**CONFIGS[name][1], "persist_below": 20})
     with torch.device("meta"):
         model = toy()
     planned = plan_model(model, config, mesh)

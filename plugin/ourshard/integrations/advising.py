@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ourshard.planning.exhaustion import exhausted
 from ourshard.runtime.engine import ENGINES, Engine
 
 logger = logging.getLogger("ourshard")
@@ -23,7 +24,7 @@ def watch_forward(model: nn.Module) -> None:
 
 def _after_forward(module: nn.Module, args: Any, outputs: Any) -> None:
     error = sys.exc_info()[1]
-    if outputs is None and isinstance(error, torch.OutOfMemoryError):  # called although the forward raised
+    if outputs is None and error is not None and exhausted(error):  # called although the forward raised
         _advise(error, module)
 
 
@@ -32,7 +33,9 @@ def advised(*, in_backward: bool = False) -> Iterator[None]:
     """Add advice to an out-of-memory error that leaves the block. A backward that failed is cleared away first."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not exhausted(error):
+            raise
         engines = list(ENGINES)
         if in_backward:
             for engine in engines:
@@ -48,7 +51,7 @@ def _numel(engine: Engine) -> int:
     return sum(parameter.numel for lane in engine.lanes() for parameter in lane.parameters)
 
 
-def _advise(error: torch.OutOfMemoryError, model: nn.Module) -> None:
+def _advise(error: BaseException, model: nn.Module) -> None:
     """Never raise: the error itself matters more than advice on it."""
     from ourshard.planning.advice import add_advice
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ourshard.config import Accumulate, ShardConfig
+from ourshard.config import Accumulate, ShardConfig, Tier
+from ourshard.planning.exhaustion import Place, exhausted
 from ourshard.planning.formulas import OPTIMIZERS, Optimizer
 from ourshard.planning.layouts import PlannedModel, plan_model
 from ourshard.planning.memory import Memory, memory_of
@@ -86,6 +88,23 @@ def _alternatives(config: ShardConfig, mesh: MeshSizes) -> Iterator[tuple[str, s
         yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
 
 
+def offloads(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Change]:
+    """Return what leaving the GPU would save there, the cheapest first."""
+    now = runtime_memory(model, config, mesh).peak
+    found = []
+    for key, tiers in (
+        ("offload.optimizer", {"optimizer": "cpu"}),
+        ("offload.params", {"optimizer": "cpu", "params": "cpu"}),
+    ):
+        if config.stage == 0 or (key == "offload.params" and config.stage < 3):
+            continue
+        there = runtime_memory(model, config.replace(offload=tiers), mesh)
+        if now > there.peak and getattr(config.offload, key.partition(".")[2]) is Tier.NONE:
+            price = f"the optimizer steps on the CPU, with {readable(there.host)} of host memory a rank"
+            found.append(Change(key, "cpu", now - there.peak, price))
+    return found
+
+
 def explain(
     model: nn.Module,
     config: ShardConfig,
@@ -94,6 +113,7 @@ def explain(
     allocated: int,
     missing: int,
     optimizer: str = "adamw",
+    on_gpu: bool = False,
 ) -> str:
     """Say in a few lines what took `allocated` bytes, and the cheapest change that saves at least `missing`.
 
@@ -104,19 +124,57 @@ def explain(
     parts = {**{name: size for name, size in memory.parts.items() if size}, "activations and others": activations}
     listed = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
     lines = [f"ourshard: about {readable(allocated)} were allocated on this rank: {listed}."]
-    found = changes(model, config, mesh)
-    enough = next((change for change in found if change.saves >= missing), None)
-    if enough is not None:
-        lines.append(
-            f"The cheapest change that would fit: {enough.key}: {enough.value} saves {readable(enough.saves)} "
-            f"({enough.price})."
-        )
-    elif not config.activation_checkpointing and activations > missing:
-        lines.append("The cheapest change that would fit: activation_checkpointing: true (a third more compute).")
-    else:
-        lines.append(_last_resort(found))
+    lines.append(_cheapest(model, config, mesh, activations=activations, missing=missing, on_gpu=on_gpu))
     lines.append("`ourshard plan` compares all configurations for a batch and a length, without a GPU.")
     return "\n".join(lines)
+
+
+def _cheapest(
+    model: nn.Module, config: ShardConfig, mesh: MeshSizes, *, activations: int, missing: int, on_gpu: bool
+) -> str:
+    """Name the first change that saves `missing` bytes: of sharding, then recomputation, then what leaves a GPU."""
+    found = changes(model, config, mesh)
+    text = _first_enough(found, missing)
+    if text is None and not config.activation_checkpointing and activations > missing:
+        text = "The cheapest change that would fit: activation_checkpointing: true (a third more compute)."
+    if text is None and on_gpu:
+        moved = offloads(model, config, mesh)
+        text, found = _first_enough(moved, missing), [*found, *moved]
+    return text or _last_resort(found)
+
+
+def _first_enough(found: Sequence[Change], missing: int) -> str | None:
+    enough = next((change for change in found if change.saves >= missing), None)
+    if enough is None:
+        return None
+    saved = f"{enough.key}: {enough.value} saves {readable(enough.saves)} ({enough.price})"
+    return f"The cheapest change that would fit: {saved}."
+
+
+def explain_host(model: nn.Module, config: ShardConfig, mesh: MeshSizes, *, missing: int) -> str:
+    """Say what the runtime keeps in the host memory that ran out beside a GPU, and how to keep less of it there."""
+    memory = runtime_memory(model, config, mesh)
+    held = f"the runtime and the optimizer hold {readable(memory.host)} of it on this rank"
+    lines = [f"ourshard: host memory ran out; {held}."]
+    if memory.host:
+        found = list(_back_on_the_gpu(model, config, mesh, memory))
+        lines.append(_first_enough(found, missing) or _last_resort(found))
+        lines.append("A local disk can hold the optimizer: offload.optimizer: nvme, with offload.nvme_path.")
+    else:
+        lines.append("Look at the data, its workers, and how the model is loaded.")
+    return "\n".join(lines)
+
+
+def _back_on_the_gpu(model: nn.Module, config: ShardConfig, mesh: MeshSizes, now: Memory) -> Iterator[Change]:
+    optimizer = config.offload.optimizer.value
+    for key, tiers in (
+        ("offload.params", {"optimizer": optimizer, "params": "none"}),
+        ("offload.optimizer", {"optimizer": "none", "params": "none"}),
+    ):
+        less = runtime_memory(model, config.replace(offload=tiers), mesh)
+        if less.host < now.host:
+            price = f"{readable(max(0, less.peak - now.peak))} more on the GPU"
+            yield Change(key, "none", now.host - less.host, price)
 
 
 def _last_resort(found: Sequence[Change]) -> str:
@@ -135,7 +193,7 @@ def readable(nbytes: int) -> str:
 
 def missing_bytes(message: str) -> int:
     """Read the bytes that an allocation asked for from torch's message; 0 where it does not say."""
-    match = re.search(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)", message)
+    match = re.search(r"[Tt]ried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)", message)
     if match is None:
         return 0
     unit = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}[match.group(2)]
@@ -146,21 +204,30 @@ _ADVISED = "_has_advice"  # on an error that has some
 
 
 def add_advice(error: BaseException, model: nn.Module) -> None:
-    """Add `explain` to an out-of-memory error of a sharded model, once; its type stays, for who catches it.
+    """Add an explanation to an out-of-memory error of a sharded model, once; its type stays, for who catches it.
 
     Before Python 3.11 exceptions have no notes: there the text is added to the message, behind what torch said.
     """
     from ourshard.runtime.api import engine_of
 
-    engine = engine_of(model)
-    if engine is None or not isinstance(error, torch.OutOfMemoryError) or _ADVISED in vars(error):
+    engine, place = engine_of(model), exhausted(error)
+    if engine is None or place is None or _ADVISED in vars(error):
         return
     mesh = MeshSizes(engine.mesh.shard.size, engine.mesh.replicate.size, engine.mesh.node.size)
-    # The most, since what failed is over: activations that led to the error may be gone.
-    allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    note = explain(model, engine.config, mesh, allocated=allocated, missing=missing_bytes(str(error)))
+    missing, on_gpu = missing_bytes(str(error)), engine.mesh.device.type == "cuda"
+    if place is Place.HOST and on_gpu:
+        note = explain_host(model, engine.config, mesh, missing=missing)
+    else:
+        note = explain(model, engine.config, mesh, allocated=_most_allocated(), missing=missing, on_gpu=on_gpu)
     setattr(error, _ADVISED, True)
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:
         error.args = (f"{error}\n{note}",)
+
+
+def _most_allocated() -> int:
+    """Return the most bytes that this process had: what led to the error may be gone by now."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
