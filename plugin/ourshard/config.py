@@ -355,6 +355,9 @@ def plain_value(key: str, value: Any) -> Any:
     """
     hints = config_keys()
     if key not in hints:
+        inner = [name.removeprefix(f"{key}.") for name in hints if name.startswith(f"{key}.")]
+        if inner:
+            raise ValueError(f"{key}: expected keys and values, got {value!r}. Its keys: {', '.join(inner)}.")
         raise ValueError(f"Unknown key {key!r} in the ourshard config.{nearest(key, hints)}")
     if key.endswith("_dtype"):
         return dtype_name(value, key)
@@ -405,7 +408,7 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     if isinstance(values, cls):
         return values
     if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.') or 'ourshard_config'}: expected a mapping, got {values!r}.")
+        raise ValueError(f"{prefix.rstrip('.') or 'ourshard_config'}: expected keys and values, got {values!r}.")
     hints = typing.get_type_hints(cls)
     unknown = [key for key in values if key not in hints]
     if unknown:

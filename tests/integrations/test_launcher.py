@@ -121,7 +121,7 @@ def test_a_bad_section_ends_the_launcher_with_one_line_before_any_process_starts
     [
         ({"ourshard_config": {"stage": 7}}, r"stage: 7 does not exist.*ourshard_config"),
         ({"ourshard_config": {"wrap": {"polcy": "auto"}}}, r"wrap\.policy"),
-        ({"ourshard_config": "stage 3"}, "expected a mapping"),
+        ({"ourshard_config": "stage 3"}, "expected keys and values, got 'stage 3'"),
         ({"distributed_type": "XLA", "ourshard_config": {}}, "XLA cannot be sharded by ourshard"),
         ({"fsdp_config": {"fsdp_reshard": True}}, "Unknown FSDP key"),
         (

@@ -136,6 +136,13 @@ def test_fsdp_deepspeed_and_native_sections_join_when_they_agree() -> None:
         (lambda: resolve({"a": "nowhere.yaml"}, {}), r"nowhere.yaml: no config could be read"),
         (lambda: resolve({"a": 7}, {}), r"a: 7 is no config"),
         (lambda: resolve({"a": {"wrap": {"policy": "clases"}}}, {}), r"wrap.policy: 'clases' is not one of"),
+        (
+            lambda: resolve({"a": {"offload": "cpu"}}, {}),
+            r"a: offload: expected keys .* got 'cpu'. Its keys: optimizer,",
+        ),
+        (lambda: resolve({"a": {"ourshard_config": [1]}}, {}), r"a: ourshard_config: expected keys .* got \[1\]"),
+        (lambda: resolve({"a": {"fsdp_config": "full"}}, {}), r"a: fsdp_config: expected keys and values, got 'full'"),
+        (lambda: resolve({"a": {"deepspeed_config": 3}}, {}), r"a: deepspeed_config: expected keys and values, got 3"),
         (lambda: resolve({"a": {"stage": 5}}, {}), r"stage: 5 does not exist.*\(stage from a\)"),
         (
             lambda: resolve({"a": "offload.params=cpu"}, {"OURSHARD_STAGE": "2"}),

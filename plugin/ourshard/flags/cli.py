@@ -37,7 +37,9 @@ A new file for `accelerate launch`:
 
 [bold]Exit codes[/]: 0 done; 2 the command or a config was not understood."""
 
-app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(
+    help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
 
 _RANK = "RANK"  # the variable that each launcher sets for its workers
 SHORT_FORM = "Short form: stage=3,offload.optimizer=cpu."
@@ -55,7 +57,9 @@ def _one_line_errors() -> Iterator[None]:
 
 @app.command("translate")
 def translate_command(
-    old: Annotated[Path, typer.Argument(help="An Accelerate YAML, a ds_config.json or an fsdp_config.json.")],
+    old: Annotated[
+        Path, typer.Argument(metavar="OLD", help="An Accelerate YAML, a ds_config.json or an fsdp_config.json.")
+    ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write; stdout if left out.")] = None,
     to: Annotated[str, typer.Option("--to", help="native, fsdp or deepspeed.")] = "native",
     force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
@@ -82,7 +86,9 @@ def _write(path: Path, text: str, force: bool) -> None:
 
 @app.command("show")
 def show_command(
-    file: Annotated[Path | None, typer.Argument(help="A config file; Accelerate's default one if left out.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A config file; Accelerate's default one if left out.")
+    ] = None,
     given: Annotated[list[str] | None, typer.Option("--set", help=SHORT_FORM)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Print the keys that nobody set, too.")] = False,
@@ -149,7 +155,7 @@ def _cell(value: Any) -> str:
 @app.command("write")
 def write_command(
     *,
-    output: Annotated[Path, typer.Argument(help="The YAML to write.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The YAML to write.")],
     given: Annotated[list[str] | None, typer.Option("--set", help=SHORT_FORM)] = None,
     num_processes: Annotated[int, typer.Option(help="Ranks over all machines.")] = 1,
     num_machines: Annotated[int, typer.Option(help="Machines.")] = 1,

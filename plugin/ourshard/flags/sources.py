@@ -115,8 +115,15 @@ def read_document(values: Mapping[str, Any], source: str) -> FlagResult:
 
 
 def read_sections(values: Mapping[str, Any], source: str = "") -> FlagResult:
-    """Read every section of an Accelerate config that says something about sharding."""
+    """Read every section of an Accelerate config that says something about sharding.
+
+    Raises:
+        ValueError: as `read_document` does, or a section does not hold keys and values.
+    """
     where = f"{source}: " if source else ""
+    for name in (*SECTIONS, "parallelism_config"):
+        if values.get(name) is not None and not isinstance(values[name], Mapping):
+            raise ValueError(f"{where}{name}: expected keys and values, got {values[name]!r}.")
     results = [from_values(values.get("ourshard_config") or {}, f"{where}ourshard_config")]
     if values.get("fsdp_config") or values.get("parallelism_config"):
         parallelism = values.get("parallelism_config") or None

@@ -116,9 +116,6 @@ def read_sections(values: Mapping[str, Any]) -> FlagResult:
     Raises:
         ConfigError: an unknown key, a value that cannot be, or two sections that disagree; one line.
     """
-    written = values.get("ourshard_config")
-    if written is not None and not isinstance(written, Mapping):
-        raise ConfigError(f"ourshard_config: expected a mapping of keys and values, got {written!r}.")
     try:
         return merge([sources.read_sections(values, _file.get())])
     except ValueError as error:

@@ -51,7 +51,7 @@ _COUNTS = [2**power for power in range(15)]  # 1 to 16,384
 
 @app.command(no_args_is_help=True, help="\n\n".join(" ".join(part.split("\n")) for part in _HELP.split("\n\n")))
 def plan(
-    model: Annotated[str, typer.Argument(help="A model folder, a config.json, or module:Class.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a config.json, or module:Class.")],
     *,
     options: Annotated[list[str] | None, typer.Option("--with", help="KEY=VALUE of the config or the class.")] = None,
     gpu: Annotated[
