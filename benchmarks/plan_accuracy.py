@@ -32,6 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ourshard1-nccl": {"stage": 1, "communication": {"transport": "nccl"}},
     "ourshard3-nccl": {"stage": 3, "communication": {"transport": "nccl"}},
     "ourshard3-keep": {"stage": 3, "reshard_after_forward": False},
+    "ourshard-hybrid": {"stage": 3, "shard_size": 2},
+    "ourshard3_offload_optimizer": {"stage": 3, "offload": {"optimizer": "cpu"}},
+    "ourshard3_offload_half": {"stage": 3, "offload": {"optimizer": "cpu", "optimizer_ratio": 0.5}},
+    "ourshard3_offload_all": {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
 }
 CARDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 
@@ -73,11 +77,17 @@ def planner(work_name: str, card: str, world: int) -> Planner:
 
 def predict(result: dict[str, Any]) -> Row:
     """Predict one run."""
-    values = dict(CONFIGS[result["engine"]])
+    return _predict(result["engine"], result["work"], result["card"], result["world"])
+
+
+@functools.cache
+def _predict(engine: str, work: str, card: str, world: int) -> Row:
+    values = dict(CONFIGS[engine])
     precision = {"param_dtype": "bfloat16", "reduce_dtype": values.pop("reduce", "float32")}
-    recomputed = WORKS[result["work"]].checkpoint
-    config = ShardConfig.from_dict({**values, "precision": precision, "activation_checkpointing": recomputed})
-    return planner(result["work"], result["card"], result["world"]).row(config)
+    config = ShardConfig.from_dict(
+        {**values, "precision": precision, "activation_checkpointing": WORKS[work].checkpoint}
+    )
+    return planner(work, card, world).row(config)
 
 
 def main() -> None:

@@ -26,14 +26,44 @@ def accuracy() -> Iterator[Any]:
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
-def test_memory_is_within_5_percent_and_time_within_its_error_bar(accuracy: Any) -> None:
-    measured = list(accuracy.results([ROOT / "benchmarks" / "measured" / "h200x2.jsonl"]))
-    assert len(measured) >= 10
-    for result in measured:
+# Files of benchmarks/measured that are passed over, each for what it measured another way than is planned.
+PASSED_OVER = {
+    "2026-11-28-h100x2-run1.jsonl": "NCCL alone, before peer copies and pools of their own",
+    "2026-11-28-h200x2-run8.jsonl": "the optimizer on the host before it overlapped",
+    "2026-11-28-h200x2-run11-host.jsonl": "groups for both devices, which had no peer copies then; the host decides",
+    "2026-11-28-h200x1-run9-offload.jsonl": "the same as run 8, on one card",
+}
+COMPILED = "llama-1b-compiled"  # kernels are planned as they are without a compiler
+
+
+def measured(accuracy: Any) -> list[dict[str, Any]]:
+    """Return every measured run that the planner speaks of."""
+    paths = sorted((ROOT / "benchmarks" / "measured").glob("*h200*.jsonl"))
+    runs = accuracy.results([path for path in paths if path.name not in PASSED_OVER])
+    return [run for run in runs if run["work"] != COMPILED]
+
+
+def test_memory_is_within_5_percent_and_time_within_15_where_the_gpu_decides(accuracy: Any) -> None:
+    runs = measured(accuracy)
+    assert len(runs) >= 40
+    for result in runs:
         seen = accuracy.Comparison(result, accuracy.predict(result))
         name = f"{result['work']}, {result['engine']}"
         assert abs(seen.memory_error) < 0.05, f"{name}: peak memory is {seen.memory_error:+.1%} off"
-        best, worst = seen.predicted.seconds
-        assert best * 0.98 <= result["step_ms"] / 1e3 <= worst * 1.02, f"{name}: {result['step_ms']} ms"
         if result["work"] not in HOST_BOUND:
             assert abs(seen.time_error) < 0.15, f"{name}: the step is {seen.time_error:+.1%} off"
+
+
+def test_where_the_host_decides_the_step_is_within_its_error_bar(accuracy: Any) -> None:
+    runs = accuracy.results([ROOT / "benchmarks" / "measured" / "h200x2.jsonl"])
+    for result in (run for run in runs if run["work"] in HOST_BOUND):
+        best, worst = accuracy.predict(result).seconds
+        name = f"{result['work']}, {result['engine']}"
+        assert best * 0.98 <= result["step_ms"] / 1e3 <= worst * 1.02, f"{name}: {result['step_ms']} ms"
+
+
+def test_every_engine_of_ours_that_is_measured_is_predicted(accuracy: Any) -> None:
+    from engines import ENGINES
+
+    left_out = {"ourshard3_offload_disk", "ourshard1_offload_optimizer"}
+    assert {name for name in ENGINES if name.startswith("ourshard")} - left_out == set(accuracy.CONFIGS)
