@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 
 from .io import Buffer
 from .source import Source, TensorInfo
@@ -49,17 +49,28 @@ def plan_archive(entries: Sequence[tuple[str, Content]]) -> ArchivePlan:
     return ArchivePlan(tuple(slots), contents, end, end + directory_nbytes(slots), [0] * len(slots))
 
 
-def write_archives(workspace: Workspace, name: str, source: Source, plans: Sequence[ArchivePlan]) -> list[int]:
-    """Write archives one behind the other into a file, unless it is finished; return where each begins."""
-    begins = list(accumulate((plan.nbytes for plan in plans), initial=0))
-    nbytes = begins.pop()
+def write_archives(
+    workspace: Workspace, name: str, source: Source, count: int, plan: Callable[[int], ArchivePlan]
+) -> array[int]:
+    """Write `count` archives one behind the other into a file, unless it is finished.
+
+    Return where each begins, and where the last one ends. Each is planned when it is due and then forgotten: a folder
+    may have millions. `plan(number)` gives the same each time.
+    """
+    begins, held = array("q", [0]), 0
+    for number in range(count):
+        due = plan(number)
+        begins.append(begins[-1] + due.nbytes)
+        held += _tensor_nbytes(due)
     if workspace.finished(name):
-        workspace.report(sum(_tensor_nbytes(plan) for plan in plans))
+        workspace.report(held)
         return begins
-    with workspace.create_positioned(name, nbytes) as file:
+    with workspace.create_positioned(name, begins[-1]) as file:
         writer = _Writer(workspace, file, source)
-        workspace.map(lambda work: work(), list(writer.works(list(zip(plans, begins, strict=True)))))
-        writer.write_directories(plans, begins)
+        if count == 1:
+            writer.write_alone(plan(0))
+        else:
+            workspace.map(lambda work: work(), list(writer.works(plan, begins)))
     return begins
 
 
@@ -71,26 +82,29 @@ class _Writer:
         self._file = file
         self._source = source
 
-    def works(self, placed: Sequence[tuple[ArchivePlan, int]]) -> Iterator[Callable[[], None]]:
-        """Yield what can be done at the same time: small neighbours together, of large archives an entry or several."""
-        limit = self._workspace.block_nbytes
-        small: list[tuple[ArchivePlan, int]] = []
-        for plan, begin in placed:
-            if small and begin + plan.nbytes - small[0][1] > limit:
-                yield partial(self._write_small, small)
-                small = []
-            if plan.nbytes <= limit:
-                small.append((plan, begin))
-            else:
-                yield from self._parts(plan, begin)
-        if small:
-            yield partial(self._write_small, small)
+    def works(self, plan: Callable[[int], ArchivePlan], begins: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """Yield what can be done at the same time: small neighbours together, each large archive by itself."""
+        limit, last = self._workspace.block_nbytes, len(begins) - 1
+        first = 0
+        while first < last:
+            stop = first + 1
+            while stop < last and begins[stop + 1] - begins[first] <= limit:
+                stop += 1
+            whole = self._write_small if begins[stop] - begins[first] <= limit else self._write_in_turn
+            yield partial(whole, plan, range(first, stop), begins[first])
+            first = stop
 
-    def write_directories(self, plans: Sequence[ArchivePlan], begins: Sequence[int]) -> None:
-        """Write the directories of the large archives, whose checksums are known by now."""
-        for plan, begin in zip(plans, begins, strict=True):
-            if plan.nbytes > self._workspace.block_nbytes:
-                self._file.write_at(begin + plan.end, [directory(plan.slots, plan.crcs)])
+    def write_alone(self, plan: ArchivePlan) -> None:
+        """Write the only archive of the file: its entries at the same time, the directory when all are there."""
+        self._workspace.map(lambda work: work(), list(self._parts(plan, 0)))
+        self._file.write_at(plan.end, [directory(plan.slots, plan.crcs)])
+
+    def _write_in_turn(self, plan: Callable[[int], ArchivePlan], numbers: range, begin: int) -> None:
+        """Write one large archive."""
+        due = plan(numbers[0])
+        for work in self._parts(due, begin):
+            work()
+        self._file.write_at(begin + due.end, [directory(due.slots, due.crcs)])
 
     def _parts(self, plan: ArchivePlan, begin: int) -> Iterator[Callable[[], None]]:
         limit = self._workspace.block_nbytes
@@ -101,16 +115,17 @@ class _Writer:
                 first = number
         yield partial(self._write_entries, plan, begin, range(first, len(plan.slots)))
 
-    def _write_small(self, placed: Sequence[tuple[ArchivePlan, int]]) -> None:
+    def _write_small(self, plan: Callable[[int], ArchivePlan], numbers: range, begin: int) -> None:
         """Write whole archives at once."""
-        nbytes = sum(_tensor_nbytes(plan) for plan, _ in placed)
+        plans = [plan(number) for number in numbers]
+        nbytes = sum(map(_tensor_nbytes, plans))
         with self._workspace.buffer(nbytes) as buffer:
             pieces: list[Buffer] = []
             rest = buffer
-            for plan, _ in placed:
-                found, rest = self._fill(plan, range(len(plan.slots)), rest)
-                pieces += [*found, directory(plan.slots, plan.crcs)]
-            self._file.write_at(placed[0][1], pieces)
+            for due in plans:
+                found, rest = self._fill(due, range(len(due.slots)), rest)
+                pieces += [*found, directory(due.slots, due.crcs)]
+            self._file.write_at(begin, pieces)
         self._workspace.report(nbytes)
 
     def _write_entries(self, plan: ArchivePlan, begin: int, numbers: range) -> None:

@@ -102,7 +102,8 @@ class Archive:
     def write(self, workspace: Workspace, name: str, value: Any) -> None:
         """Write the object, unless the file is finished; its tensors are read while it is written."""
         stem = name.rsplit("/", 1)[-1].rsplit(".", 1)[0]
-        write_archives(workspace, name, self._source, [self.plan(stem, value)])
+        plan = self.plan(stem, value)
+        write_archives(workspace, name, self._source, 1, lambda _: plan)
 
     def plan(self, stem: str, value: Any) -> ArchivePlan:
         """Lay out the archive of the object; `stem` is the folder within the archive."""

@@ -19,13 +19,14 @@ from ..io import inside
 from ..source import CheckpointError
 from .chunked import Chunk, ChunkedTensor
 from .classes import ALLOWED, PickledTensor
-from .plaindata import materialize
-from .stored import Readable
+from .plaindata import leaves
+from .stored import Readable, read_into
 from .torchfile import TorchFile
 from .unpickle import MAX_PICKLE_NBYTES, Record, unpickle
 
 KeyPath = tuple[str | int, ...]
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_MAX_KEPT = 1 << 16  # bytes of an item that is read once for all that are alike
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
@@ -45,7 +46,7 @@ class DcpFolder:
         self.folder = folder
         self.ranks: set[int] = set()
         self._sizes: dict[str, int] = {}
-        self._values: dict[bytes, Any] = {}  # by the bytes of their item: options repeat for each parameter
+        self._values: dict[bytes, list[tuple[KeyPath, Any]]] = {}  # by their bytes: options repeat for each parameter
         self._tensors: dict[str, _TensorRecord] = {}
         self._plain: dict[str, Item] = {}
         self._paths: dict[str, KeyPath] = {}
@@ -59,8 +60,9 @@ class DcpFolder:
         return frozenset(self._sizes)
 
     def tensors(self) -> Iterator[tuple[KeyPath, Readable]]:
-        """Yield each tensor."""
-        for key, record in self._tensors.items():
+        """Yield each tensor, in the order of the metadata's table, which is the model's; files are in that of ranks."""
+        for key in filter(self._tensors.__contains__, self._paths):
+            record = self._tensors[key]
             chunks = [
                 Chunk(offsets, sizes, partial(self._open, record.items[offsets], key))
                 for offsets, sizes in record.chunks.items()
@@ -78,9 +80,17 @@ class DcpFolder:
                 yield self._paths[key], self._paths[owner]
 
     def values(self) -> Iterator[tuple[KeyPath, Any]]:
-        """Yield what is no tensor."""
-        for key, item in self._plain.items():
-            yield self._paths[key], self._value(key, item)
+        """Yield what is no item of its own kind: plain values, and what is in dicts that were saved as one item."""
+        for key in filter(self._plain.__contains__, self._paths):
+            yield from self._value(key, self._plain[key])
+
+    def scattered(self) -> Iterator[KeyPath]:
+        """Yield the tensors whose first piece is not rank 0's: ranks shared the work, so that the order is lost."""
+        for key, record in self._tensors.items():
+            first = record.items.get((0,) * len(record.shape))
+            match = _RANK_FILE.fullmatch(first.file) if first else None
+            if match is None or int(match[1]):
+                yield self._paths[key]
 
     def _open(self, item: Item, key: str) -> Readable:
         file = TorchFile(inside(self.folder, item.file), item.offset, item.nbytes, f"{self.folder / item.file}: {key}")
@@ -89,17 +99,18 @@ class DcpFolder:
             raise CheckpointError(f"{file.where}: holds no tensor")
         return file.stored(tensor)
 
-    def _value(self, key: str, item: Item) -> Any:
+    def _value(self, key: str, item: Item) -> list[tuple[KeyPath, Any]]:
         path = inside(self.folder, item.file)
         if not 0 <= item.nbytes <= MAX_PICKLE_NBYTES:
             raise CheckpointError(f"{path}: {key} has {item.nbytes} bytes")
-        with open(path, "rb") as file:
-            file.seek(item.offset)
-            data = file.read(item.nbytes)
-        if data not in self._values:
-            archive = TorchFile(path, item.offset, item.nbytes, f"{path}: {key}")
-            self._values[data] = materialize(archive)
-        return self._values[data]
+        archive = TorchFile(path, item.offset, item.nbytes, f"{path}: {key}")
+        if item.nbytes > _MAX_KEPT:
+            return list(leaves(archive, self._paths[key]))
+        data = bytearray(item.nbytes)
+        read_into(path, item.offset, memoryview(data))
+        if bytes(data) not in self._values:
+            self._values[bytes(data)] = list(leaves(archive, ()))
+        return [((*self._paths[key], *inner), value) for inner, value in self._values[bytes(data)]]
 
     def _add(self, path: Path) -> None:
         """Add the content of one metadata file."""

@@ -1,6 +1,6 @@
 """Write folders of torch's distributed checkpoint as accelerate's FSDP2 loads them, tensors streamed in blocks.
 
-A folder has a file for each rank, as if so many ranks had saved; loading does not depend on their number. A tied name
+A folder has files for each rank, as if so many ranks had saved; loading does not depend on their number. A tied name
 is a second record of its owner's items, so that its bytes are in the files once. Only `.metadata` tells where items
 are; it is written last.
 """
@@ -8,9 +8,12 @@ are; it is written last.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -21,46 +24,114 @@ from ..source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from ..torch_archive import Archive
 from ..workspace import Workspace
 from .adapters import adapter_only_names
+from .dcp_table import pickled_metadata
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
+FILE_NBYTES = 2_000_000_000  # a rank that has more gets another file, as torch writes with several threads
+
+
+KeyPath = tuple[str | int, ...]
+
+
+class Chunk(NamedTuple):
+    """The rows of a tensor that one rank's file has."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, int] | None:
+        """Return the rows [start, stop); None for a 0-d tensor."""
+        return (self.offsets[0], self.offsets[0] + self.sizes[0]) if self.sizes else None
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of a tensor that become one item, or a plain value if `key` is None."""
+class Item:
+    """A tensor of the source, or if `info` is None a plain value or a tensor that is at hand."""
 
-    path: tuple[str | int, ...]
-    key: TensorKey | None = None
-    start: int = 0
-    stop: int = 1
+    path: KeyPath
+    info: TensorInfo | None = None
     value: Any = None
 
     @property
-    def fqn(self) -> str:
-        return ".".join(map(str, self.path))
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape; () if it is no tensor."""
+        if self.info is not None:
+            return self.info.shape
+        return tuple(self.value.shape) if isinstance(self.value, torch.Tensor) else ()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype; None if it is no tensor."""
+        if self.info is not None:
+            return self.info.dtype
+        return self.value.dtype if isinstance(self.value, torch.Tensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of one rank: the numbers of the items of which it has pieces."""
+
+    name: str
+    rank: int
+    members: array[int] = field(default_factory=lambda: array("q"))
 
 
 @dataclass(slots=True)
-class _Folder:
-    """One DCP folder to be written: the pieces of each rank's file, and names that share them."""
+class Folder:
+    """One DCP folder to be written: its items, cut for so many ranks, and more names for some."""
 
     name: str
-    files: list[list[Piece]]
-    aliases: dict[tuple[str | int, ...], tuple[str | int, ...]] = field(default_factory=dict)
+    world: int
+    items: list[Item] = field(default_factory=list)
+    aliases: dict[KeyPath, list[KeyPath]] = field(default_factory=dict)  # path of an item -> its other names
 
-    def spread(self, path: tuple[str | int, ...], info: TensorInfo) -> None:
-        """Give each rank its rows, cut as torch.chunk cuts; tensors of one number go to the first rank."""
-        if not info.shape:
-            self.files[0].append(Piece(path, info.key))
-            return
-        part = max(1, -(-info.rows // len(self.files)))
-        for rank, start in enumerate(range(0, max(1, info.rows), part)):
-            self.files[rank].append(Piece(path, info.key, start, min(info.rows, start + part)))
+    def names_of(self, item: Item) -> list[KeyPath]:
+        """Return all names of an item."""
+        return [item.path, *self.aliases.get(item.path, ())]
 
-    def value(self, path: tuple[str | int, ...], value: Any) -> None:
-        """Put a plain value, or a tensor that is at hand, into the first rank's file."""
-        self.files[0].append(Piece(path, value=value))
+    def chunk_of(self, item: Item, rank: int) -> Chunk | None:
+        """Return what a rank has of it, cut as torch.chunk cuts; None: nothing, or it is no tensor.
+
+        The first rank has all of what is 0-d or at hand, and the one piece of a tensor without rows.
+        """
+        if item.dtype is None:
+            return None
+        shape = item.shape
+        if not shape or item.info is None:
+            return Chunk((0,) * len(shape), shape) if rank == 0 else None
+        part = max(1, -(-shape[0] // self.world))
+        start, stop = rank * part, min(shape[0], rank * part + part)
+        if rank and start >= shape[0]:
+            return None
+        return Chunk((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+
+    def chunks_of(self, item: Item) -> Iterator[Chunk]:
+        """Yield its pieces in order of rank."""
+        for rank in range(self.world):
+            chunk = self.chunk_of(item, rank)
+            if chunk is None:
+                return
+            yield chunk
+
+    def files(self) -> list[File]:
+        """Return the files: at least one of each rank, and more where it has much, so that workers have one each."""
+        files = []
+        for rank in range(self.world):
+            files.append(File(f"__{rank}_0.distcp", rank))
+            held = count = 0
+            for number, item in enumerate(self.items):
+                chunk = self.chunk_of(item, rank)
+                if chunk is None and (rank or item.dtype is not None):
+                    continue
+                nbytes = math.prod(chunk.sizes) * item.dtype.itemsize if chunk and item.dtype else 0
+                if held and held + nbytes > FILE_NBYTES:
+                    held, count = 0, count + 1
+                    files.append(File(f"__{rank}_{count}.distcp", rank))
+                held += nbytes
+                files[-1].members.append(number)
+        return files
 
 
 class DcpSink(Sink):
@@ -105,30 +176,30 @@ def _has_state(source: Source) -> bool:
     return any(key.is_state for key in source.tensors)
 
 
-def _model_folder(source: Source, world: int) -> _Folder:
+def _model_folder(source: Source, world: int) -> Folder:
     """Plan the model's folder. An adapter alone is named as the Trainer names it, without the adapter's own name."""
-    folder = _Folder(MODEL_FOLDER, [[] for _ in range(world)])
+    folder = Folder(MODEL_FOLDER, world)
     infos = [info for key, info in source.tensors.items() if key.kind in (PARAM, BUFFER)]
     names = adapter_only_names(info.key.name for info in infos)
     for info in infos:
-        folder.spread(("model", names.get(info.key.name, info.key.name)), info)
+        folder.items.append(Item(("model", names.get(info.key.name, info.key.name)), info))
     for alias, owner in source.description.ties.items():
         if TensorKey(PARAM, owner) in source.tensors:
-            folder.aliases["model", alias] = ("model", names.get(owner, owner))
+            folder.aliases.setdefault(("model", names.get(owner, owner)), []).append(("model", alias))
     return folder
 
 
-def _optimizer_folder(source: Source, world: int) -> _Folder:
-    folder = _Folder(OPTIMIZER_FOLDER, [[] for _ in range(world)])
+def _optimizer_folder(source: Source, world: int) -> Folder:
+    folder = Folder(OPTIMIZER_FOLDER, world)
     for key, info in source.tensors.items():
         if key.is_state:
-            folder.spread(("optimizer", "state", key.name, key.kind), info)
+            folder.items.append(Item(("optimizer", "state", key.name, key.kind), info))
     for name, values in source.description.param_state.items():
         for kind, value in values.items():
-            folder.value(("optimizer", "state", name, kind), _as_torch_keeps(kind, value))
+            folder.items.append(Item(("optimizer", "state", name, kind), value=_as_torch_keeps(kind, value)))
     for index, group in enumerate(source.description.param_groups):
         for option, value in {**group, "params": list(group["params"])}.items():
-            folder.value(("optimizer", "param_groups", index, option), value)
+            folder.items.append(Item(("optimizer", "param_groups", index, option), value=value))
     return folder
 
 
@@ -139,32 +210,30 @@ def _as_torch_keeps(kind: str, value: Any) -> Any:
     return value
 
 
-def _write_folder(folder: _Folder, source: Source, workspace: Workspace) -> None:
+def _write_folder(folder: Folder, source: Source, workspace: Workspace) -> None:
     """Write the files of all ranks, and the metadata last."""
-    from .dcp_table import Table  # torch's own classes take a second to import; what only shows help needs none
+    files = folder.files()
 
-    names = [f"__{rank}_0.distcp" for rank in range(len(folder.files))]
-    plans = [[_item(piece, source) for piece in pieces] for pieces in folder.files]
+    def write(file: File) -> Sequence[int]:
+        plan = partial(_item, folder, file, source)
+        return write_archives(workspace, f"{folder.name}/{file.name}", source, len(file.members), plan)
 
-    def write(rank: int) -> list[int]:
-        return write_archives(workspace, f"{folder.name}/{names[rank]}", source, plans[rank])
-
-    table = Table(source.tensors)
-    for rank, begins in enumerate(workspace.map(write, range(len(names)))):
-        for piece, plan, begin in zip(folder.files[rank], plans[rank], begins, strict=True):
-            table.add(piece, names[rank], begin, plan.nbytes)
-    for alias, owner in folder.aliases.items():
-        table.alias(alias, owner)
-    workspace.write_bytes(f"{folder.name}/.metadata", table.pickled())
+    begins = workspace.map(write, files)
+    name = f"{folder.name}/.metadata"
+    if not workspace.finished(name):
+        with workspace.create(name) as stream:
+            for block in pickled_metadata(folder, list(zip(files, begins, strict=True))):
+                stream.write(block)
 
 
-def _item(piece: Piece, source: Source) -> ArchivePlan:
-    """Plan the archive of one item, which is what torch.save would write of it alone."""
-    archive = Archive(source)
-    if piece.key is None:
-        return archive.plan("archive", archive.plain(piece.value))
-    rows = (piece.start, piece.stop) if source.tensors[piece.key].shape else None
-    return archive.plan("archive", archive.tensor(piece.key, rows))
+def _item(folder: Folder, file: File, source: Source, place: int) -> ArchivePlan:
+    """Plan the archive of one item of a file, which is what torch.save would write of it alone."""
+    item, archive = folder.items[file.members[place]], Archive(source)
+    if item.info is None:
+        return archive.plan("archive", archive.plain(item.value))
+    chunk = folder.chunk_of(item, file.rank)
+    assert chunk is not None
+    return archive.plan("archive", archive.tensor(item.info.key, chunk.rows))
 
 
 def write_run_files(workspace: Workspace, source: Source) -> None:

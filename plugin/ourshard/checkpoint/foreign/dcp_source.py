@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from .adapters import is_adapter_name, names_with_adapter, with_adapter_name
 from .dcp import DcpFolder, KeyPath, is_dcp_folder
 from .draft import Draft, ForeignSource
 from .integer_keys import Order, name_integer_keys
-from .names import canonical, canonical_keys, shorten
+from .names import canonical, canonical_keys, looks_like_buffer, shorten
 from .runfiles import add_run_files
 from .stored import Readable
 from .ties import find_ties
@@ -110,19 +111,22 @@ class Parts:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # flattened: parameter -> option -> value
     others: dict[KeyPath, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)  # known since both names are the same bytes: alias -> owner
+    scattered: set[str] = field(default_factory=set)  # names of tensors that are not in the model's order
 
     def add(self, folder: DcpFolder) -> None:
         """Sort the items of a folder."""
-        for path, reader in folder.tensors():
-            if not self._add_optimizer(path, reader):
+        for path, value in chain(folder.tensors(), folder.values()):
+            if self._add_optimizer(path, value):
+                continue
+            if isinstance(value, Readable):
                 prefix, name = _split_path(path)
-                self.model.setdefault(prefix, {})[name] = reader
+                self.model.setdefault(prefix, {})[name] = value
+            else:
+                self.others[path] = value
         for (prefix, alias), (other, owner) in ((_split_path(a), _split_path(o)) for a, o in folder.aliases()):
             if prefix == other:
                 self.ties[canonical(alias)] = canonical(owner)
-        for path, value in folder.values():
-            if not self._add_optimizer(path, value):
-                self.others[path] = value
+        self.scattered.update(canonical(_split_path(path)[1]) for path in folder.scattered())
 
     def _add_optimizer(self, path: KeyPath, value: Any) -> bool:
         """Take the item if its path is one of an optimizer's."""
@@ -134,6 +138,9 @@ class Parts:
             if part == "param_groups" and isinstance(owner, int):
                 self.groups.setdefault(owner, {})[".".join(map(str, path[place + 2 :]))] = value
                 return True
+        if path[-1] == "param_groups" and isinstance(value, list) and all(isinstance(group, dict) for group in value):
+            self.groups.update(enumerate(value))
+            return True
         last, within = str(path[-1]), bool(path[:-1]) and path[-2] not in _MODEL_WORDS
         for word, target in (("state.", self.state), ("param_groups.", self.options)):
             if within and last.startswith(word) and last.count(".") > 1:
@@ -149,14 +156,20 @@ class Parts:
         if any(isinstance(name, int) for group in groups for name in group.get("params", ())):
             # torch's flattening has made text of the numbers
             state = {int(name) if str(name).isdecimal() else name: values for name, values in self.state.items()}
-            found = Order(tuple(order or draft.model), "the model" if order else "the order of the model's tensors")
-            name_integer_keys(draft, {"state": state, "param_groups": groups}, [found])
+            name_integer_keys(draft, {"state": state, "param_groups": groups}, self._orders(draft, order))
         else:
             draft.state = {canonical(str(name)): values for name, values in self.state.items()}
             draft.groups = [{**group, "params": _names(group)} for group in groups] or None
         add_adapter_names(draft)
         draft.ties = {**find_ties(draft.model, draft.trained), **self.ties}
         self._add_others(draft)
+
+    def _orders(self, draft: Draft, given: Sequence[str] | None) -> list[Order]:
+        """Return the order of the parameters if it is known: given, or that of the tensors, if one rank listed all."""
+        if given is not None:
+            return [Order(tuple(given), "the model")]
+        mixed = [n for n in draft.model if n in self.scattered and not looks_like_buffer(n, draft.model[n].dtype)]
+        return [] if mixed else [Order(tuple(draft.model), "the order of the model's tensors")]
 
     def _choose_model(self, draft: Draft) -> dict[str, Readable]:
         """Return the tensors under the prefix of the model; others have no place."""
@@ -210,16 +223,11 @@ def _put(target: dict[str, Any], path: KeyPath, value: Any) -> None:
 
 def group_options(options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the groups of an optimizer whose options were flattened to one set a parameter: equal sets, one group."""
-    groups: list[dict[str, Any]] = []
+    groups: dict[str, dict[str, Any]] = {}
     for name, values in options.items():
-        own = {key: value for key, value in values.items() if key != "params"}
-        for group in groups:
-            if repr({key: value for key, value in group.items() if key != "params"}) == repr(own):
-                group["params"].append(name)
-                break
-        else:
-            groups.append({**own, "params": [name]})
-    return groups
+        own = {key: values[key] for key in sorted(values) if key != "params"}
+        groups.setdefault(repr(own), {**own, "params": []})["params"].append(name)
+    return list(groups.values())
 
 
 def add_adapter_names(draft: Draft) -> None:

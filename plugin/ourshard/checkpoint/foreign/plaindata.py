@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..source import CheckpointError
 from .classes import PickledTensor
+from .stored import StoredTensor
 from .torchfile import TorchFile
 from .unpickle import Record
 
@@ -28,6 +30,11 @@ def read_plain(path: Path) -> Any:
     return materialize(TorchFile(path))
 
 
+def leaves(file: TorchFile, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield (path, value) of all that is in dicts within dicts: tensors as readers, all else as plain data."""
+    yield from _Walk(file).leaves(path, file.load(), 0)
+
+
 class _Walk:
     def __init__(self, file: TorchFile) -> None:
         self.file = file
@@ -46,6 +53,32 @@ class _Walk:
         if isinstance(value, Record):
             return {key: self.plain(item, depth + 1) for key, item in value.fields.items()}
         return value
+
+    def leaves(
+        self, path: tuple[str | int, ...], value: Any, depth: int
+    ) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        self.left -= 1
+        if depth > _MAX_DEPTH or self.left < 0:
+            raise CheckpointError(f"{self.file.where}: values nested too deep or repeated too often")
+        if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+            for key, item in value.items():
+                yield from self.leaves((*path, key), item, depth + 1)
+        elif isinstance(value, PickledTensor):
+            yield path, self.file.stored(value)
+        elif isinstance(value, Record) and value.kind in ("DTensor", "ShardedTensor"):
+            yield path, self.whole(path, value)
+        else:
+            yield path, self.plain(value, depth)
+
+    def whole(self, path: tuple[str | int, ...], value: Record) -> StoredTensor:
+        """Return a sharded tensor of which this file has all, as of one rank."""
+        local = value.get("_local_tensor")
+        if not isinstance(local, PickledTensor) or local.shape != value["shape"]:
+            raise CheckpointError(
+                f"{self.file.where}: {'.'.join(map(str, path))} is in one pickle, of one rank's part; the others' are "
+                "lost (a planner with flatten_state_dict=False saves them so)"
+            )
+        return self.file.stored(local)
 
     def tensor(self, value: PickledTensor) -> Any:
         nbytes = value.numel * value.dtype.itemsize
