@@ -157,7 +157,7 @@ def fsdp1(model: nn.Module, work: Work, phases: Phases) -> Step:
     return _plain_step(wrapped, optimizer, phases, lambda: wrapped.clip_grad_norm_(CLIP))
 
 
-def _deepspeed(stage: int, offload: bool = False) -> Callable[[nn.Module, Work, Phases], Step]:
+def _deepspeed(stage: int, offload: bool = False, quantized: bool = False) -> Callable[[nn.Module, Work, Phases], Step]:
     def build(model: nn.Module, work: Work, phases: Phases) -> Step:
         import deepspeed
 
@@ -169,6 +169,8 @@ def _deepspeed(stage: int, offload: bool = False) -> Callable[[nn.Module, Work, 
             "zero_optimization": {"stage": stage, "overlap_comm": True, "contiguous_gradients": True},
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
         }
+        if quantized:  # ZeRO++; its gradients are int4
+            config["zero_optimization"] |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
         if offload:  # its own CPU Adam, which it compiles
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         else:
@@ -251,6 +253,7 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "deepspeed2": _deepspeed(2),
     "deepspeed3": _deepspeed(3),
     "deepspeed3_offload": _deepspeed(3, offload=True),
+    "deepspeed3_quantized": _deepspeed(3, quantized=True),
     "megatron_fsdp": megatron_fsdp,
     "ourshard1": _ourshard(stage=1),
     "ourshard2": _ourshard(stage=2),
@@ -260,6 +263,11 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard3-bf16": _ourshard(stage=3, reduce="bfloat16"),
     "ourshard3-nccl": _ourshard(stage=3, communication={"transport": "nccl"}),
     "ourshard1-nccl": _ourshard(stage=1, communication={"transport": "nccl"}),
+    "ourshard3-int8": _ourshard(stage=3, communication={"weights": "int8"}),
+    "ourshard3-int8-int8": _ourshard(stage=3, communication={"weights": "int8", "gradients": "int8"}),
+    "ourshard3-int8-int4": _ourshard(stage=3, communication={"weights": "int8", "gradients": "int4"}),
+    "ourshard3-auto": _ourshard(stage=3, communication={"weights": "auto", "gradients": "auto"}),
+    "ourshard1-int8": _ourshard(stage=1, communication={"gradients": "int8"}),
     "ourshard3-keep": _ourshard(stage=3, reshard_after_forward=False),
     "ourshard1_offload_optimizer": _ourshard(stage=1, offload={"optimizer": "cpu"}),
     "ourshard3_offload_optimizer": _ourshard(stage=3, offload={"optimizer": "cpu"}),

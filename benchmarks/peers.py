@@ -7,6 +7,11 @@ go to `--out` as JSON lines and to the terminal as a table with ratios.
 
 With `--gpus 1 --absent 1` one GPU plays rank 0 of two under torch's fake process group: nothing goes over a wire and
 losses mean nothing; what counts is the time that the host takes to issue a step.
+
+A slow link, for codecs: GPUs that reach each other through sockets alone. The first engine is uncompressed.
+
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 python benchmarks/peers.py --steps 3 --warmup 2 --timeout 60 --engines \\
+        ourshard3-nccl ourshard3-int8 ourshard3-int8-int8 ourshard3-int8-int4 deepspeed3 deepspeed3_quantized
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--absent", type=int, default=0, help="ranks that do not exist (with --gpus 1): host rows only")
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before those that are timed")
     parser.add_argument("--threads", type=int, default=4, help="of a rank; 16 for works with the optimizer on the host")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one engine on one work")
     parser.add_argument("--out", type=Path, default=Path("out/peers.jsonl"))
@@ -61,6 +67,7 @@ def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] |
             return None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"]
     command += [str(HERE / "run_one.py"), "--engine", engine, "--work", work, "--steps", str(options.steps)]
+    command += ["--warmup", str(options.warmup)]
     command += ["--give-up", str(max(5, options.timeout - 10))]
     if options.absent:
         command += ["--absent", str(options.absent)]

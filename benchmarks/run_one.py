@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "device_gib": _device_used() / 2**30,
         "between_steps_gib": torch.cuda.memory_allocated() / 2**30,
-        "host_ms": host_time(step, batches),
+        "host_ms": host_time(step, batches, min(5, options.steps)),
         "transport": transport(),
         "loss": total.item() / dist.get_world_size(),
         "tflops": work.flops / figures["step_ms"] / 1e9,
@@ -143,10 +143,10 @@ def timings(marks: list[Any]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in named.items()}
 
 
-def host_time(step: Step, batches: list[torch.Tensor]) -> float:
+def host_time(step: Step, batches: list[torch.Tensor], repeats: int) -> float:
     """Return median milliseconds to issue a step from an idle GPU."""
     times = []
-    for index in range(5):
+    for index in range(repeats):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
