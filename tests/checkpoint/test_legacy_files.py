@@ -56,6 +56,29 @@ def test_every_tensor_is_that_of_torch_load(tmp_path: Path, wrapped: bool) -> No
         assert ("epoch" in " ".join(source.description.losses)) == wrapped
 
 
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_conjugate_or_a_negative_is_no_tie_and_is_read_as_it_shows(zipped: bool, tmp_path: Path) -> None:
+    """torch.save stores the tensor that is viewed, and notes the view beside it."""
+    wave, plain = torch.randn(3, 4, dtype=torch.complex64), torch.randn(5)
+    state = {
+        "wave": wave,
+        "conj": wave.conj(),
+        "turned": wave.t().conj(),
+        "plain": plain,
+        "neg": torch._neg_view(plain),
+    }
+    (tmp_path / "in").mkdir()
+    torch.save(state, tmp_path / "in" / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    convert(tmp_path / "in", tmp_path / "out", to="ourshard")
+    with detect(tmp_path / "in") as source, detect(tmp_path / "out") as converted:
+        assert not source.description.ties
+        for name, tensor in state.items():
+            expected = tensor.resolve_conj().resolve_neg().contiguous()
+            assert same(source.read(TensorKey(PARAM, name)), expected), name
+            assert same(converted.read(TensorKey(PARAM, name)), expected), name
+            assert same(source.read(TensorKey(PARAM, name), 1, 3), expected[1:3].contiguous()), name
+
+
 def test_a_numbered_optimizer_in_the_old_format_is_read(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -12,7 +12,7 @@ import torch
 from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.source import BUFFER, PARAM, TensorKey, detect
 
-from tests.checkpoint.making import NAMES, assert_holds, assert_same, make_state, save
+from tests.checkpoint.making import NAMES, assert_same, make_state, save
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -97,10 +97,16 @@ def test_what_was_written_is_read_back_by_names_with_the_optimizer(tmp_path: Pat
     assert set(NAMES)
 
 
-def test_a_dtype_that_torch_save_has_no_storage_for_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "ours", {TensorKey(PARAM, "w"): torch.zeros(4, dtype=torch.float8_e4m3fn)}, 1)
-    with pytest.raises(ValueError, match=r"w: torch\.save files are not written with dtype torch\.float8_e4m3fn"):
-        convert(tmp_path / "ours", tmp_path / "out", to="torch")
-    convert(tmp_path / "ours", tmp_path / "out", to="torch", dtype="float32")
+@pytest.mark.parametrize("to", ["torch", "fsdp-full", "dcp"])
+def test_dtypes_of_untyped_storages_come_back(to: str, tmp_path: Path) -> None:
+    state = {TensorKey(PARAM, str(d)): torch.arange(4).to(d) for d in (torch.float8_e4m3fn, torch.float8_e5m2fnuz)}
+    state |= {TensorKey(BUFFER, str(d)): torch.arange(4).to(d) for d in (torch.uint16, torch.uint64)}
+    save(tmp_path / "ours", state, 1)
+    convert(tmp_path / "ours", tmp_path / "out", to=to, weights_only=True)
     with detect(tmp_path / "out") as source:
-        assert_holds(source, {TensorKey(PARAM, "w"): torch.zeros(4)})
+        for key, tensor in state.items():
+            assert_same(source.read(key), tensor, str(key))
+    if to == "torch":
+        found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+        for key, tensor in state.items():
+            assert_same(found[key.name], tensor, str(key))

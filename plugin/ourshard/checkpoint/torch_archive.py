@@ -32,7 +32,8 @@ _STORAGES = {
     torch.uint8: "ByteStorage",
     torch.bool: "BoolStorage",
     torch.complex64: "ComplexFloatStorage",
-}
+    torch.complex128: "ComplexDoubleStorage",
+}  # all others have a storage without a type
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ class _Tensor:
             strides.append(stride)
             stride *= max(1, length)
         arguments: tuple[Any, ...] = (self._storage, 0, info.shape, tuple(reversed(strides)), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+        if info.dtype in _STORAGES:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, info.dtype)
 
 
 class _Pickler(pickle.Pickler):
@@ -65,8 +68,10 @@ class _Pickler(pickle.Pickler):
         """Refer to a storage as torch.save does."""
         if not isinstance(value, _Storage):
             return None
-        kind = getattr(torch, _STORAGES[value.info.dtype])
-        return "storage", kind, str(value.number), "cpu", value.info.numel
+        info = value.info
+        if info.dtype in _STORAGES:
+            return "storage", getattr(torch, _STORAGES[info.dtype]), str(value.number), "cpu", info.numel
+        return "storage", torch.UntypedStorage, str(value.number), "cpu", info.nbytes
 
 
 class Archive:
@@ -81,8 +86,6 @@ class Archive:
         info = self._source.tensors[key]
         if rows is not None:
             info = replace(info, shape=info.shape_of(*rows))
-        if info.dtype not in _STORAGES:
-            raise ValueError(f"{key}: torch.save files are not written with dtype {info.dtype}; convert it first")
         storage = _Storage(info, len(self._storages), Rows(info, rows[0] if rows else 0))
         return _Tensor(self._storages.setdefault((key, rows), storage))
 

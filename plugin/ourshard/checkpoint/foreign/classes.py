@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..source import CheckpointError
 from .unpickle import Builder, Record
 
 _MAX_DIMS = 64
+_VIEWS = frozenset(("conj", "neg"))
 _MAX_EXPANDED = 1 << 20  # elements of a tensor that shows the same storage many times (stride 0)
 
 
@@ -38,6 +39,7 @@ class PickledTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    views: frozenset[str] = frozenset()  # "conj", "neg": what is shown is that of what is stored
 
     @property
     def numel(self) -> int:
@@ -53,8 +55,13 @@ class PickledTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Tell whether the elements lie in row-major order without gaps; strides of dimensions of 1 don't matter."""
+        """Tell whether the elements lie, as they are, in row-major order without gaps.
+
+        Strides of dimensions of 1 don't matter.
+        """
         expected = 1
+        if self.views:
+            return False
         for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if length != 1 and step != expected:
                 return self.numel == 0
@@ -84,6 +91,17 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: torch.dty
     if tensor.numel > max(storage.numel * storage.dtype.itemsize, _MAX_EXPANDED):
         raise CheckpointError(f"a pickled tensor claims a shape of {shape} with a storage of {held} bytes")
     return tensor
+
+
+def _tensor_v2(*arguments: Any) -> PickledTensor:
+    """Stand in for `_rebuild_tensor_v2`: storage, offset, shape, stride, two flags, and what kind of view it is."""
+    tensor = _tensor(*arguments[:4])
+    metadata = arguments[6] if len(arguments) > 6 else None
+    if not metadata:
+        return tensor
+    if not isinstance(metadata, dict) or not metadata.keys() <= _VIEWS:
+        raise CheckpointError("a pickled tensor has odd metadata")
+    return replace(tensor, views=frozenset(name for name, is_set in metadata.items() if is_set))
 
 
 def _tensor_v3(*arguments: Any) -> PickledTensor:
@@ -209,8 +227,8 @@ DTYPES = {
     name: getattr(torch, name)
     for name in (
         "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
-        "uint64", "bool", "complex64", "complex128",
-        "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+        "uint64", "bool", "complex32", "complex64", "complex128",
+        "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
     )
     if hasattr(torch, name)
 }  # fmt: skip
@@ -222,7 +240,7 @@ _SHARD = "torch.distributed._shard."
 ALLOWED: Mapping[str, Any] = {
     # tensors
     "torch._utils._rebuild_tensor": Builder("_rebuild_tensor", lambda *a: _tensor(*a[:4])),
-    "torch._utils._rebuild_tensor_v2": Builder("_rebuild_tensor_v2", lambda *a: _tensor(*a[:4])),
+    "torch._utils._rebuild_tensor_v2": Builder("_rebuild_tensor_v2", _tensor_v2),
     "torch._utils._rebuild_tensor_v3": Builder("_rebuild_tensor_v3", _tensor_v3),
     "torch._utils._rebuild_parameter": Builder("_rebuild_parameter", lambda data, *rest: data),
     "torch._utils._rebuild_parameter_with_state": Builder("_rebuild_parameter_with_state", lambda data, *rest: data),

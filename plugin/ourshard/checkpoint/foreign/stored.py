@@ -132,7 +132,10 @@ class StoredTensor:
         first = tensor.offset + (start_row * tensor.stride[0] if shape else 0)
         if tensor.is_contiguous:
             return self._run(first, math.prod(shape), check).reshape(shape)
-        return self._read_strided(first, shape, check)
+        rows = self._read_strided(first, shape, check)
+        if "conj" in tensor.views:
+            rows = rows.conj().resolve_conj()
+        return rows.neg() if "neg" in tensor.views else rows
 
     def fill(self, start: int, target: memoryview) -> bool:
         """Fill `target` with the bytes of the elements from `start` on, unless the strides are odd."""
