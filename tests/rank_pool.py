@@ -20,8 +20,9 @@ A test takes the fixture `ranks`:
 - Ranks that do not answer in time raise `RankTimeout` with every rank's stack; the next test gets new processes.
 - After each test, seeds, environment, torch's switches and accelerate's singletons are put back, garbage is collected,
   and the ranks must have done the same number of collectives, else the test fails.
-- `ranks(2, fresh=True)(fn, ...)` starts processes for this call only, which run `fn` as a script does: an exception
-  ends the process. It returns a `FreshResult` with values, exit codes (negative: a signal) and stderr by rank.
+- The ranks of a pool are forked from one process that has imported torch, accelerate and transformers.
+- `ranks(2, fresh=True)(fn, ...)` starts processes for this call only, which import and run `fn` as a script does: an
+  exception ends the process. It returns a `FreshResult` with values, exit codes (negative: a signal) and stderr.
 
 `tests.commands` has `run_cli` and `launch`, which run commands as a user does.
 """
@@ -29,6 +30,7 @@ A test takes the fixture `ranks`:
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import shutil
 import signal
@@ -39,41 +41,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 from tests.commands import ROOT, clean_environment, kill_tree
+from tests.rank_messages import FD_VARIABLE, STACKS_VARIABLE, RankFailure, RankState
 
-FD_VARIABLE = "RANK_POOL_FD"
-STACKS_VARIABLE = "RANK_POOL_STACKS"
-FRESH_VARIABLE = "RANK_POOL_FRESH"
 START_TIMEOUT = 120.0  # seconds; two cores import torch in four processes
 CLEAN_TIMEOUT = 20.0
 GRACE = 5.0  # seconds that the other ranks get after the first failure
 MOST_GROUPS = 64  # a pool whose tests made more process groups than this is replaced
 MOST_POOLS = 2
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """An exception on one rank; `when` is the machine's monotonic clock in seconds."""
-
-    rank: int
-    type_name: str
-    message: str
-    traceback: str
-    when: float
-
-
-@dataclass(frozen=True)
-class RankState:
-    """What a rank tells between tests: is it in the default group, and its numbers of collectives and groups."""
-
-    joined: bool
-    sequence: int
-    groups: int
 
 
 @dataclass(frozen=True)
@@ -98,10 +79,49 @@ class RankTimeout(RankError):
     """One or more ranks did not answer in time."""
 
 
+class _Forked:
+    """A process forked from one that has imported torch and others; what a pool asks of a `Popen`."""
+
+    def __init__(self, environment: dict[str, str], pipe: Connection, outputs: Sequence[str]) -> None:
+        from tests import rank_worker  # imports torch
+
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.rank_imports"])
+        arguments = (environment, pipe, outputs)
+        self._process = ForkServerProcess(target=rank_worker.main_of_fork, args=arguments, daemon=True)
+        mine = dict(os.environ)
+        try:
+            os.environ.clear()
+            os.environ.update(clean_environment())  # of the process that is forked from, if it starts now
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(mine)
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
 class _Rank:
     """One worker process with its pipe and its files."""
 
-    def __init__(self, rank: int, environment: dict[str, str], folder: Path) -> None:
+    def __init__(self, rank: int, environment: dict[str, str], folder: Path, fresh: bool) -> None:
         self.rank = rank
         self._stacks = folder / f"stacks-{rank}"
         self._outputs = {name: folder / f"{name}-{rank}" for name in ("stdout", "stderr")}
@@ -109,8 +129,18 @@ class _Rank:
         self.pipe, theirs = Pipe()
         environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
         environment |= {FD_VARIABLE: str(theirs.fileno()), STACKS_VARIABLE: str(self._stacks)}
+        for path in self._outputs.values():
+            path.touch()
+        start = self._start_script if fresh else self._fork
+        self.process: subprocess.Popen[bytes] | _Forked = start(environment, theirs)
+        theirs.close()
+
+    def _fork(self, environment: dict[str, str], theirs: Connection) -> _Forked:
+        return _Forked(environment, theirs, [str(path) for path in self._outputs.values()])
+
+    def _start_script(self, environment: dict[str, str], theirs: Connection) -> subprocess.Popen[bytes]:
         with self._outputs["stdout"].open("w") as stdout, self._outputs["stderr"].open("w") as stderr:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "tests.rank_worker"],
                 cwd=ROOT,
                 env=environment,
@@ -120,7 +150,6 @@ class _Rank:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        theirs.close()
 
     def new_output(self) -> dict[str, str]:
         """Return what was printed since the last call, by stream."""
@@ -159,9 +188,7 @@ class RankPool:
         # This process hosts the store, as torchrun's agent does: the port is free because it is bound here.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = _rank_environment(world, self._store.port)
-        if fresh:
-            environment[FRESH_VARIABLE] = "1"
-        self._ranks = [_Rank(rank, environment, self._folder) for rank in range(world)]
+        self._ranks = [_Rank(rank, environment, self._folder, fresh) for rank in range(world)]
         self._collect(START_TIMEOUT, "starting")
 
     def run(

@@ -1,6 +1,7 @@
-"""One rank of a pool: `python -m tests.rank_worker`, started by `tests.rank_pool` with torchrun's environment.
+"""One rank of a pool, started by `tests.rank_pool` with torchrun's environment.
 
-It reads commands from an inherited pipe and answers each with one message. It never runs by itself.
+It is forked (`main_of_fork`), or a script of its own (`python -m tests.rank_worker`). It reads commands from a pipe
+and answers each with one message. It never runs by itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import faulthandler
 import gc
 import io
 import logging
+import multiprocessing
 import os
 import pickle
 import random
@@ -17,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import FD_VARIABLE, FRESH_VARIABLE, STACKS_VARIABLE, RankFailure, RankState
+from tests.commands import ROOT
+from tests.rank_messages import FD_VARIABLE, STACKS_VARIABLE, RankFailure, RankState
 
-RANK = int(os.environ["RANK"])
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
@@ -54,7 +57,9 @@ def _rejoin(attempt: int) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=GROUP_TIMEOUT)
     world = int(os.environ["WORLD_SIZE"])
     prefixed = dist.PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group("gloo", store=prefixed, rank=RANK, world_size=world, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=prefixed, rank=int(os.environ["RANK"]), world_size=world, timeout=GROUP_TIMEOUT
+    )
 
 
 def _reset_settings(environment: dict[str, str]) -> None:
@@ -81,7 +86,7 @@ def _call(payload: bytes) -> tuple[str, Any]:
     except BaseException as error:  # every outcome of a test function belongs to the parent, SystemExit too
         frames = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, frames))
-        return "failure", RankFailure(RANK, type(error).__name__, str(error), text, time.monotonic())
+        return "failure", RankFailure(int(os.environ["RANK"]), type(error).__name__, str(error), text, time.monotonic())
 
 
 def _state() -> RankState:
@@ -125,20 +130,37 @@ def _run_once(pipe: Connection) -> None:
     pipe.send_bytes(pickle.dumps(("value", value)))
 
 
-def main() -> None:
-    # The file stays open for the life of the process: the handler writes to its descriptor.
-    stacks = open(os.environ[STACKS_VARIABLE], "w")  # noqa: SIM115
+def _begin() -> None:
+    stacks = os.open(os.environ[STACKS_VARIABLE], os.O_WRONLY | os.O_CREAT)  # the handler writes to it, ever
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    pipe = Connection(int(os.environ[FD_VARIABLE]))
     _join()
     _reset_settings(dict(os.environ))
+
+
+def main_of_fork(environment: dict[str, str], pipe: Connection, outputs: Sequence[str]) -> None:
+    """Be a rank of a pool; `outputs` are the files that stdout and stderr go to."""
+    os.setsid()
+    os.chdir(ROOT)
+    for descriptor, path in enumerate(outputs, start=1):
+        file = os.open(path, os.O_WRONLY)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.current_process().daemon = False  # it may have children, as those of a DataLoader
+    _begin()
     pipe.send_bytes(pickle.dumps(("value", None)))
-    if os.environ.get(FRESH_VARIABLE):
-        _run_once(pipe)
-        return
     with contextlib.suppress(BrokenPipeError):
         _serve(pipe, dict(os.environ))
+
+
+def main() -> None:
+    """Run one function as a script does."""
+    pipe = Connection(int(os.environ[FD_VARIABLE]))
+    _begin()
+    pipe.send_bytes(pickle.dumps(("value", None)))
+    _run_once(pipe)
 
 
 if __name__ == "__main__":
