@@ -62,6 +62,8 @@ def _from_config(path: Path, options: Mapping[str, Any]) -> nn.Module:
     values |= options
     with _saying(str(path), options):
         config = transformers.AutoConfig.for_model(**{key: value for key, value in values.items() if key != "dtype"})
+        if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0  # generation needs the right one, a plan any
     names = values.get("architectures") or []
     cls: Any = getattr(transformers, names[0], None) if names else transformers.AutoModelForCausalLM
     if cls is None:

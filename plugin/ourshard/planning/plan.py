@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,14 +197,32 @@ class Planner:
             _cast_parameters(model, dtype, config.persist_below if self.workload.accelerate else 0)
             units = _same_parts(planned.parts(), self.model, model)
             autocast = dtype if dtype.itemsize == 2 and self.workload.accelerate else None
-            self._traces[key] = trace(
-                model,
-                units,
-                self.workload.batch.inputs,
-                autocast=autocast,
-                activation_checkpointing=config.activation_checkpointing,
-            )
+            with _saying_what_ran(model, self.workload.batch):
+                self._traces[key] = trace(
+                    model,
+                    units,
+                    self.workload.batch.inputs,
+                    autocast=autocast,
+                    activation_checkpointing=config.activation_checkpointing,
+                )
         return self._traces[key]
+
+
+@contextmanager
+def _saying_what_ran(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Turn what a model raises in its fake run into one line; it is a user's, and may need other inputs."""
+    try:
+        yield
+    except Exception as error:
+        given = ", ".join(
+            f"{name} of {'x'.join(map(str, value.shape))}" if isinstance(value, torch.Tensor) else name
+            for name, value in batch.inputs.items()
+        )
+        text = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"model: {type(model).__name__} could not be trained for a step on {given} (--input NAME=SHAPE:DTYPE gives "
+            f"it others): {type(error).__name__}: {text}"
+        ) from error
 
 
 def _same_parts(parts: Sequence[UnitParts], original: nn.Module, twin: nn.Module) -> list[UnitParts]:

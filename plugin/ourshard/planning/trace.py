@@ -350,8 +350,8 @@ def _after(index: int, meter: _Meter) -> Any:
 
 def _recomputed(forward: Any, autocast: torch.dtype | None) -> Any:
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with CudaAutocast(autocast) if autocast is not None else nullcontext():
-            return forward(*args, **kwargs)
+        with _FlashAttention(), CudaAutocast(autocast) if autocast is not None else nullcontext():
+            return forward(*args, **kwargs)  # in backward no other mode is on
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # As transformers' own layers do when they are recomputed, which would append to the cache a second time.
