@@ -49,7 +49,7 @@ docs: $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/generate_flags.py
 	$(BIN)/python docs/generate_commands.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open out/site/index.html"
 
 clean:

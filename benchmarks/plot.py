@@ -40,6 +40,7 @@ def bars(axis: Any, rows: list[dict[str, Any]], key: str, title: str) -> None:
     colors = ["#9aa0a6" if name == "limit" else "#4c78a8" if "ourshard" in name else "#d9a441" for name in names]
     drawn = axis.bar(names, [r[key] for r in rows], color=colors)
     axis.bar_label(drawn, fmt="%.1f", fontsize=8)
+    axis.margins(y=0.1)  # room for the label of the highest
     axis.set_title(title, fontsize=9)
     axis.tick_params(axis="x", labelsize=8)
 

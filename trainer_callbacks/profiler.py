@@ -41,7 +41,9 @@ class ShardProfilerCallback(TrainerCallback):
     Training is not changed. Without ourshard there are no units.
 
     Args:
-        wait, warmup, active: optimizer steps, counted from where training begins or goes on.
+        wait: optimizer steps without a profiler, counted from where training begins or goes on.
+        warmup: steps with one whose records are dropped.
+        active: steps that are recorded.
         folder: where to; by default `profile` in `output_dir`.
 
     Raises:

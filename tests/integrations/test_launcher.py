@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ourshard  # noqa: F401  # puts the hooks in place
 import pytest
+import torch
 import yaml
 from accelerate.commands.config import config_args
 from ourshard.config import ShardConfig
@@ -195,6 +196,14 @@ def test_restarts_over_a_static_rendezvous_of_several_machines_are_refused(monke
     args = arguments(max_restarts=1, rdzv_backend="static", num_machines=2)
     with pytest.raises(ValueError, match="max_restarts: 1 needs rdzv_backend: c10d"):
         launcher.prepare_multi_gpu_env(lambda args: {}, args)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
+def test_a_config_for_gpus_on_a_machine_without_any_is_warned_of(monkeypatch, caplog, on_cpu):
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    launcher.prepare_multi_gpu_env(lambda args: {}, arguments(use_cpu=on_cpu, cpu=False))
+    assert ("use_cpu is false and this machine has no GPU" in caplog.text) is not on_cpu
 
 
 def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):

@@ -6,6 +6,7 @@ workers. Where ourshard was not asked for, it adds nothing.
 
 from __future__ import annotations
 
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from ourshard.flags.result import FlagResult, merge
 from ourshard.flags.sources import for_environment, from_environment
 from ourshard.integrations.cluster_config import Section
 from ourshard.integrations.switch import GRADIENT_CLIPPING, SWITCH, ConfigError, flag
+
+logger = logging.getLogger("ourshard")
 
 Environment = dict[str, str]
 # Read by accelerate itself in the workers, which would set up the other engine.
@@ -31,8 +34,20 @@ def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Nam
         _hand_over(environment, wanted, args)
         # accelerate exports this for one process only; without it n ranks on CPUs would train n models side by side
         environment[_ON_CPU] = str(_on_cpu(args)).lower()
+        _say_where_no_gpu_is(args)
         _let_ranks_restart(args)
     return environment
+
+
+def _say_where_no_gpu_is(args: Namespace) -> None:
+    import torch
+
+    if not _on_cpu(args) and not torch.accelerator.is_available():
+        logger.warning(
+            "use_cpu is false and this machine has no GPU that torch %s can use: the ranks train on its CPUs. "
+            "`ourshard doctor` says more; use_cpu: true says that it is meant.",
+            torch.__version__,
+        )
 
 
 def _let_ranks_restart(args: Namespace) -> None:

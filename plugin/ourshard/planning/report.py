@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,13 @@ def plot_memory(rows: Sequence[Row], hardware: Hardware, path: Path) -> None:
 
 
 def plot_scaling(curves: Mapping[str, Mapping[int, Row]], path: Path) -> None:
-    """Draw tokens a second of one GPU over the number of GPUs, one line a configuration, with the error as a band."""
+    """Draw tokens a second of one GPU over the number of GPUs, one line a configuration, with the error as a band.
+
+    Configurations of the same speed have one line and one entry of the legend.
+    """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name, rows in curves.items():
+    for name, rows in _merged(curves).items():
         counts = sorted(rows)
         middle = [rows[count].tokens_per_second / count for count in counts]
         scale = [rows[count].timing.total for count in counts]
@@ -136,3 +140,16 @@ def plot_scaling(curves: Mapping[str, Mapping[int, Row]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def _merged(curves: Mapping[str, Mapping[int, Row]]) -> dict[str, Mapping[int, Row]]:
+    """Join the names of curves that no eye could tell apart."""
+    merged: dict[str, Mapping[int, Row]] = {}
+    for name, rows in curves.items():
+        twin = next((other for other, drawn in merged.items() if _alike(rows, drawn)), None)
+        merged[name if twin is None else f"{twin}; {name}"] = merged.pop(twin) if twin is not None else rows
+    return merged
+
+
+def _alike(one: Mapping[int, Row], other: Mapping[int, Row]) -> bool:
+    return all(math.isclose(one[n].tokens_per_second, other[n].tokens_per_second, rel_tol=0.005) for n in one)
