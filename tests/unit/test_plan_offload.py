@@ -99,6 +99,16 @@ def test_the_table_shows_the_host_where_it_has_something() -> None:
         assert (as_dict(row)["memory"]["host"] > 0) == bool(offload)
 
 
+def test_what_the_host_of_a_node_can_not_hold_does_not_fit() -> None:
+    config = ShardConfig().replace(offload=CPU)
+    row = planner().row(config)
+    need = row.memory.host * planner().hardware.gpus_per_node
+    assert need > 0
+    for limit, fits in ((None, True), (need, True), (need - 1, False)):
+        assert planner(host_memory=limit).row(config).fits is fits
+    assert planner(host_memory=1).row(ShardConfig()).fits
+
+
 def test_a_disk_has_masters_and_moments_and_the_host_gradients_and_windows() -> None:
     memory = planned_memory(3, DISK, precision=HALF)
     assert memory.at_rest == PARAMETERS / WORLD * 2

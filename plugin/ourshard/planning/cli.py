@@ -68,6 +68,9 @@ def plan(
     network: Annotated[
         float | None, typer.Option(help="GB/s of a GPU to other nodes; else the usual of such machines.")
     ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GiB of a node's memory that its ranks may take; else without a limit.")
+    ] = None,
     disk: Annotated[float | None, typer.Option(help="GB/s of a node's disk; else a guess of 3.")] = None,
     batch: Annotated[int, typer.Option(help="Samples of one rank in one forward.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
@@ -83,7 +86,9 @@ def plan(
 ) -> None:
     """Print the plan; see `_HELP`."""
     try:
-        hardware = _adjusted(hardware_of(gpu, gpus, nodes), memory, link, network, disk)
+        measured = {"link_rate": link, "network_rate": network, "disk_rate": disk}
+        sizes = {"memory": memory, "host_memory": host_memory}
+        hardware = _adjusted(hardware_of(gpu, gpus, nodes), measured, sizes)
         built = load_model(model, _options(options))
         given = dict(parse_input(text) for text in inputs or ())
         workload = Workload(make_batch(built, batch, length, given), accumulate, optimizer, mixed_precision)
@@ -107,17 +112,18 @@ def plan(
     raise typer.Exit(0 if chosen is not None else 1)
 
 
-def _adjusted(
-    hardware: Hardware, memory: float | None, link: float | None, network: float | None, disk: float | None
-) -> Hardware:
-    """Put what the user measured in the place of the data sheet's numbers."""
-    given = {
-        "memory": None if memory is None else int(memory * GIB),
-        "link_rate": None if link is None else link * GB,
-        "network_rate": None if network is None else network * GB,
-        "disk_rate": None if disk is None else disk * GB,
-    }
-    return hardware.replace(**{name: value for name, value in given.items() if value is not None})
+def _adjusted(hardware: Hardware, rates: dict[str, float | None], sizes: dict[str, float | None]) -> Hardware:
+    """Put what the user knows in the place of the data sheet's numbers: rates in GB/s, sizes in GiB.
+
+    Raises:
+        ValueError: one of them is not above 0.
+    """
+    given = {name: value for name, value in (rates | sizes).items() if value is not None}
+    for name, value in given.items():
+        if value <= 0:
+            raise ValueError(f"--{name.removesuffix('_rate').replace('_', '-')}: {value} must be above 0.")
+    changes = {name: int(value * GIB) if name in sizes else value * GB for name, value in given.items()}
+    return hardware.replace(**changes)
 
 
 def _options(given: list[str] | None) -> dict[str, Any]:
@@ -138,8 +144,10 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
     console = Console(width=None if sys.stdout.isatty() else 190)
     console.print(as_table(rows, hardware, chosen))
     if chosen is None:
-        need = min(row.memory.peak for row in rows) / GIB
-        console.print(f"None fits: the smallest needs {need:.1f} GiB. Use more GPUs, a smaller --batch or --length.")
+        least = min(rows, key=lambda row: row.memory.peak).memory
+        host = least.host * min(hardware.gpus, hardware.gpus_per_node) / GIB
+        needs = f"{least.peak / GIB:.1f} GiB" + (f", and {host:.1f} GiB on the host of each node" if host else "")
+        console.print(f"None fits: the smallest needs {needs}. Use more GPUs, a smaller --batch or --length.")
     else:
         console.print(f"* the cheapest that fits: {chosen.name}")
     if chosen is not None and chosen.memory.host:

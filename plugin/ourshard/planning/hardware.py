@@ -41,6 +41,7 @@ class Hardware:
     link_rate: float  # to the other GPUs of a node
     network_rate: float  # to other nodes
     disk_rate: float = 3.0 * GB  # of a node's disk; assumed, `--disk` says better
+    host_memory: int | None = None  # bytes of a node that its ranks may take together; None: nobody said
     # Of one rank's host memory in an optimizer's step with clipping, read and written: 0.6e9 elements took 290 ms and
     # half of them 145 with 16 threads beside an H200 (run 12 of docs/numbers.md).
     host_rate: float = 75.0 * GB
@@ -60,6 +61,11 @@ class Hardware:
             raise ValueError(f"hardware: {self.gpus} GPUs, {self.gpus_per_node} a node; both must be 1 or more.")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(f"hardware: {self.gpus} GPUs do not fill nodes of {self.gpus_per_node}.")
+
+    def holds(self, host_nbytes: int) -> bool:
+        """Say whether the host of a node can hold so much for each of its ranks, as far as is known."""
+        ranks = min(self.gpus, self.gpus_per_node)
+        return self.host_memory is None or host_nbytes * ranks <= self.host_memory
 
     @property
     def nodes(self) -> int:

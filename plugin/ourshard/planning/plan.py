@@ -166,7 +166,7 @@ class Planner:
             wire_between=between,
             checkpoint=checkpoint,
             checkpoint_seconds=checkpoint / self.hardware.nodes / self.hardware.disk_rate,
-            fits=memory.peak <= self.hardware.memory,
+            fits=memory.peak <= self.hardware.memory and self.hardware.holds(memory.host),
         )
 
     def _resolved(self, config: ShardConfig) -> ShardConfig:
