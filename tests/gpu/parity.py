@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -180,7 +181,9 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
     ]
     found += [{"stage": 3, "offload": host, "communication": {"transport": "nccl"}}]
     found += [{"stage": stage, "offload": {**host, "optimizer_ratio": 0.5}} for stage in (1, 3)]
-    disk = {"optimizer": "nvme", "nvme_path": os.environ.get("NVME_PATH", "/tmp/ourshard-parity")}
+    files = Path(os.environ.get("NVME_PATH", "/tmp/ourshard-parity"))
+    files.mkdir(parents=True, exist_ok=True)
+    disk = {"optimizer": "nvme", "nvme_path": str(files)}
     found += [{"stage": 3, "offload": disk}, {"stage": 3, "offload": {**disk, "params": "cpu"}}]
     found += [{"stage": 1}] * repeats
     copies = 1 if dist.get_world_size() == 2 else 2
