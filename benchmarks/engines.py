@@ -196,6 +196,11 @@ def megatron_fsdp(model: nn.Module, work: Work, phases: Phases) -> Step:
 
     prepare(model, work)
     mesh = dist.init_device_mesh("cuda", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    # NCCL sets a communicator up at its first use, which would be in clipping: there one rank waited for the other,
+    # which was still in its backward (two H200, Megatron-FSDP 0.6.1).
+    for group in mesh.get_all_groups():
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    torch.cuda.synchronize()
     sharded = fully_shard_model(
         module=model.to(torch.bfloat16),
         device_mesh=mesh,
@@ -223,8 +228,10 @@ def rank_of_absent_world() -> Any:
 def _ourshard(**options: Any) -> Callable[[nn.Module, Work, Phases], Step]:
     def build(model: nn.Module, work: Work, phases: Phases) -> Step:
         from ourshard.config import ShardConfig
+        from ourshard.runtime import graphs
         from ourshard.runtime.api import clip_grad_norm_, shard_model
 
+        graphs.TRIED = True
         prepare(model, work)
         reduce = options.pop("reduce", "float32") if "reduce" in options else "float32"
         config = ShardConfig.from_dict(
@@ -268,6 +275,8 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard3-int8-int4": _ourshard(stage=3, communication={"weights": "int8", "gradients": "int4"}),
     "ourshard3-auto": _ourshard(stage=3, communication={"weights": "auto", "gradients": "auto"}),
     "ourshard1-int8": _ourshard(stage=1, communication={"gradients": "int8"}),
+    "ourshard3-graph": _ourshard(stage=3, cuda_graph=True),
+    "ourshard1-graph": _ourshard(stage=1, cuda_graph=True),
     "ourshard3-keep": _ourshard(stage=3, reshard_after_forward=False),
     "ourshard1_offload_optimizer": _ourshard(stage=1, offload={"optimizer": "cpu"}),
     "ourshard3_offload_optimizer": _ourshard(stage=3, offload={"optimizer": "cpu"}),
