@@ -268,6 +268,7 @@ class ShardConfig:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     activation_checkpointing: bool = False
+    cuda_graph: bool = False  # replay whole forwards and backwards of static shapes
     low_memory_loading: bool = True
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     timeout: float | None = None  # seconds a collective may wait; None: the process group's own
@@ -287,8 +288,25 @@ class ShardConfig:
         _at_least(self.persist_below, 0, "persist_below")
         if self.offload.params is not Tier.NONE and self.stage != 3:
             raise ValueError(f"offload.params needs stage 3; stage {self.stage} keeps whole parameters on the device.")
+        if self.cuda_graph:
+            self._check_graph()
         if self.timeout is not None and self.timeout <= 0:
             raise ValueError(f"timeout: {self.timeout!r} must be a positive number of seconds.")
+
+    def _check_graph(self) -> None:
+        others = {
+            "offload": (self.offload.active, "copies to and from the host follow what the host does meanwhile"),
+            "communication": (self.communication.active, "codecs choose on the host, step by step"),
+            "secondary_shard_size": (self.secondary_shard_size is not None, "what it has is followed on the host"),
+            "shard_optimizer_over": (self.shard_optimizer_over == "all", "waiting sums are followed on the host"),
+            "activation_checkpointing": (
+                self.activation_checkpointing,
+                "it saves the state of random numbers on the host in each forward",
+            ),
+        }
+        for key, (is_set, why) in others.items():
+            if is_set:
+                raise ValueError(f"cuda_graph can't be combined with {key}: {why}. Leave one of them out.")
 
     def _check_secondary(self) -> None:
         if self.stage != 3:

@@ -56,6 +56,7 @@ CHANGED: dict[str, Any] = {
     "communication.node_size": 2,
     "communication.transport": "peer",
     "activation_checkpointing": True,
+    "cuda_graph": True,
     "low_memory_loading": False,
     "checkpoint.format": "full",
     "checkpoint.asynchronous": True,

@@ -94,7 +94,7 @@ class Seen(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("stage", "most"), [(1, 340), (3, 395)])
+@pytest.mark.parametrize(("stage", "most"), [(1, 326), (3, 387)])
 def test_the_calls_for_a_unit_and_step_are_bounded(stage: int, most: int):
     few, many = calls_of(make_step(stage, 3)), calls_of(make_step(stage, 7))
     assert (many - few) / 4 <= most
@@ -108,9 +108,9 @@ def test_no_value_is_read_on_the_host_in_a_step(stage: int):
     assert seen.reads == 0
 
 
-def test_a_step_makes_one_buffer_of_a_units_size_for_each_reduction_and_none_for_gathers():
+def test_a_step_makes_one_buffer_of_a_units_size_for_all_reductions_and_none_for_gathers():
     step = make_step(3, 3)
     whole = sum(p.numel() for p in Block().parameters())
     with Seen() as seen:
         step()
-    assert sum(count for numel, count in seen.fresh.items() if whole <= numel < 2 * whole) == 3
+    assert sum(count for numel, count in seen.fresh.items() if whole <= numel < 2 * whole) == 1

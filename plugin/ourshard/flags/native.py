@@ -42,6 +42,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "communication.node_size": "ranks that reduce coded gradients first; null: as launched; 1: all in one hop",
     "communication.transport": "auto, nccl, or peer: what moves the bytes",
     "activation_checkpointing": "recompute units in backward",
+    "cuda_graph": "replay forwards and backwards of static shapes as CUDA graphs",
     "low_memory_loading": "rank 0 reads the weights, the others receive their shards",
     "checkpoint.format": "sharded, or full: by rows or whole; auto: save_state by rows, a Trainer's checkpoint-N whole",
     "checkpoint.asynchronous": "write checkpoints in the background",

@@ -121,8 +121,8 @@ class ShardDisk:
                 try:
                     yield transit.lane, master
                 finally:  # after a step that failed too: in memory, too, what it changed would stay changed
-                    with self._streams.gather():
-                        self._windows[number % WINDOWS].sent = self._streams.event()
+                    with self._streams.gather() as stream:
+                        self._windows[number % WINDOWS].sent = stream.mark(None)
                     transit.leave()
         finally:
             self._wait()

@@ -35,7 +35,7 @@ from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
 
-BUFFERS_IN_FLIGHT = 2  # units whose reductions may be under way: `Engine.keep_until_reduced`, on GPUs
+BUFFERS_IN_FLIGHT = 2  # units whose reductions may be under way: `InFlight.keep`, on GPUs
 
 
 @dataclass(slots=True)

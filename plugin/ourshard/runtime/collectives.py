@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from ourshard.runtime.control import Control, all_gather_flat
+from ourshard.runtime.control import Control
 from ourshard.runtime.ledger import Ledger
-from ourshard.runtime.mesh import Axis
+from ourshard.runtime.mesh import Axis, speaks_nccl
 from ourshard.runtime.meter import Spent
 from ourshard.runtime.peer import PeerCopies, Reduction
 
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as all_gather_flat
+
+# Lanes are gathered and reduced by the group's own methods, which spares the host what torch.distributed does around
+# them for every call: looking for modes, ranks outside of the group, coalescing, options. torch 2.13 renamed them.
+_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+
+
+def _synchronous(options: Any) -> Any:
+    options.asyncOp = False  # on the current stream
+    return options
+
+
+def _scattering(op: dist.ReduceOp.RedOpType) -> Any:
+    options = _synchronous(dist.ReduceScatterOptions())
+    options.reduceOp = op
+    return options
+
+
+_GATHERING = _synchronous(dist.distributed_c10d.AllgatherOptions())
+_SUMMING, _AVERAGING = _scattering(dist.ReduceOp.SUM), _scattering(dist.ReduceOp.AVG)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,16 +78,20 @@ class Collectives:
         if axis.size == 1:
             return
         self._count_others("all_gather", axis, whole.nbytes)
+        assert axis.group is not None
         with self.control.waiting(f"gather of {label}", Spent.GATHER):
-            all_gather_flat(_bytes(whole), _bytes(segment), group=axis.group)
+            _gather(axis.group, _bytes(whole), _bytes(segment), _GATHERING).wait()
 
-    def reduce_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
-        """Sum `whole` over the axis; leave this rank's part of the sum in `segment`, which is part of `whole`."""
+    def reduce_scatter(
+        self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str, mean: bool = False
+    ) -> None:
+        """Sum `whole` over the axis, or take the mean; leave this rank's part in `segment`, which may be in `whole`."""
         if axis.size == 1:
             return
         self._count_others("reduce_scatter", axis, whole.nbytes)
+        assert axis.group is not None
         with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
-            reduce_scatter_flat(segment, whole, group=axis.group)
+            _scatter(axis.group, segment, whole, _AVERAGING if mean else _SUMMING).wait()
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, label: str) -> None:
         """Send one equal part of `sent` to each rank of the axis; `received` gets theirs, in the order of ranks."""
@@ -124,21 +150,31 @@ class Reducer:
     Note [Split divide]
     fp16 ends at 65504: a sum over many ranks overflows where the mean would not, and dividing first loses small values.
     So the divide is split in two factors of about the square root of the number of ranks, before and after the sum.
-    Wider ranges divide once, after.
+    Wider ranges divide once, after; NCCL does it as it adds, where the factor is a power of two and so exact.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+        self._divides: dict[str, bool] = {}  # by axis: its group takes means
 
     def mean_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
-        """Leave the mean of this rank's part of `whole` over the axis in `segment`, a part of `whole`."""
+        """Leave the mean of this rank's part of `whole` over the axis in `segment`, which may be in `whole`."""
         if axis.size == 1:
+            return
+        if whole.dtype != torch.float16 and self._group_divides(axis):
+            self._collectives.reduce_scatter(segment, whole, axis, label, mean=True)
             return
         before = _first_factor(whole.dtype, axis.size)
         if before > 1:
             whole.div_(before)
         self._collectives.reduce_scatter(segment, whole, axis, label)
         segment.div_(axis.size / before)
+
+    def _group_divides(self, axis: Axis) -> bool:
+        known = self._divides.get(axis.name)
+        if known is None:
+            known = self._divides[axis.name] = axis.size & (axis.size - 1) == 0 and speaks_nccl(axis.group)
+        return known
 
     def mean(self, tensor: torch.Tensor, axis: Axis, label: str) -> None:
         """Replace `tensor` by its mean over the axis."""

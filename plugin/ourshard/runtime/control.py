@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -49,6 +49,24 @@ class _Wait:
     since: float
 
 
+class Waiting:
+    """A `with` block in which the main thread waits; each gather and reduction is in one."""
+
+    __slots__ = ("_label", "_watch")
+
+    def __init__(self, watch: Watch, label: str) -> None:
+        self._watch = watch
+        self._label = label
+
+    def __enter__(self) -> None:
+        self._watch.current = _Wait(self._label, time.monotonic())
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self._watch.last = self._label
+            self._watch.current = None
+
+
 class Watch:
     """What this process waits for, told to the other ranks once it takes long.
 
@@ -59,20 +77,16 @@ class Watch:
         self.rank = rank
         self.world = world
         self._store = dist.PrefixStore("ourshard/waits", store)
-        self._current: _Wait | None = None
-        self._last = "nothing yet"
+        self.current: _Wait | None = None
+        self.last = "nothing yet"
         self._posted = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ourshard-watch", daemon=True)
         self._thread.start()
 
-    @contextmanager
-    def waiting(self, label: str) -> Iterator[None]:
+    def waiting(self, label: str) -> Waiting:
         """Say what the main thread waits for. Left in place when the wait raises, for the report."""
-        self._current = _Wait(label, time.monotonic())
-        yield
-        self._last = label
-        self._current = None
+        return Waiting(self, label)
 
     def stop(self) -> None:
         """End the thread; it may be in the middle of a word to the store."""
@@ -82,7 +96,7 @@ class Watch:
     def _run(self) -> None:
         while not self._stopped.wait(1.0):
             try:
-                self._post(self._current)
+                self._post(self.current)
             except Exception:  # the store is gone: the job ends
                 return
 
@@ -91,9 +105,9 @@ class Watch:
         text = wait.label if wait is not None and long else ""
         if text != self._posted:
             if text:
-                logger.warning("rank %d waits for other ranks in: %s (before: %s)", self.rank, text, self._last)
+                logger.warning("rank %d waits for other ranks in: %s (before: %s)", self.rank, text, self.last)
             self._posted = text
-            self._store.set(str(self.rank), json.dumps({"label": text, "since": time.time(), "before": self._last}))
+            self._store.set(str(self.rank), json.dumps({"label": text, "since": time.time(), "before": self.last}))
 
     def others(self) -> dict[int, str]:
         """Return what the other ranks said they wait for, by rank; ranks that said nothing are left out."""
@@ -158,14 +172,26 @@ class Control:
         self.agreements = 0
         self.meter: Meter | None = None  # the engine's, while it measures
         self._declared: _Exchange | None = None
+        self._silent = False
         self.patient = host_group("disks", PATIENCE) if mesh.control is not None else None
         self._watch = watch() if mesh.control is not None else None
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Say and ask nothing for a while, in which all ranks do the same. A new order can't be agreed on then."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
 
     def agree(self, label: str) -> None:
         """Return once every rank has come here with the same `label`; raise `DesyncError` if they can't.
 
         Collective over all ranks. Costs one small all-gather on the host.
         """
+        if self._silent:
+            raise RuntimeError(f"ranks would have to agree on: {label}")
         if self.group is None:
             return
         self.agreements += 1
@@ -185,6 +211,8 @@ class Control:
 
         Collective over all ranks.
         """
+        if self._silent:
+            raise RuntimeError(f"ranks would have to agree on: {wish}")
         if self.group is None:
             return [wish]
         self.agreements += 1
@@ -196,7 +224,7 @@ class Control:
     def declare(self, label: str) -> None:
         """Tell the other ranks what this one begins, without waiting for them; `confirm` compares."""
         assert self._declared is None, self._declared
-        if self.group is None:
+        if self.group is None or self._silent:
             return
         self._declared = _Exchange(label, self.world, self.group)
 
@@ -222,7 +250,7 @@ class Control:
 
     def any_of(self, flags: list[bool], label: str) -> list[bool]:
         """Return, for each flag, whether any rank set it. Collective; all ranks give the same number of flags."""
-        if self.group is None:
+        if self.group is None or self._silent:
             return flags
         told = torch.tensor(flags, dtype=torch.uint8)
         self._wait(dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True), label)
@@ -247,17 +275,20 @@ class Control:
             where = "" if len(bad) == self.world else f" (found on rank {rank})"
             raise ValueError(f"{text}{where}")
 
-    @contextmanager
-    def waiting(self, label: str, kind: Spent | None = None) -> Iterator[None]:
+    def waiting(self, label: str, kind: Spent | None = None) -> AbstractContextManager[None]:
         """Tell the other ranks what this one waits for, should it take long; a meter is told as what."""
         if self._watch is None:
+            return nullcontext()
+        waiting = self._watch.waiting(label)
+        return waiting if kind is None or self.meter is None else self._measured(waiting, self.meter, kind, label)
+
+    @staticmethod
+    @contextmanager
+    def _measured(waiting: Waiting, meter: Meter, kind: Spent, label: str) -> Iterator[None]:
+        span = meter.open(kind, label)
+        with waiting:
             yield
-            return
-        span = None if kind is None or self.meter is None else self.meter.open(kind, label)
-        with self._watch.waiting(label):
-            yield
-        if span is not None and self.meter is not None:
-            self.meter.close(span)
+        meter.close(span)
 
     def _wait(self, work: dist.Work, label: str) -> None:
         assert self._watch is not None

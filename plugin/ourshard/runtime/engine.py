@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +23,15 @@ from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer
 from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
+from ourshard.runtime.graphs import GraphedForward
 from ourshard.runtime.handle import ShardParameter
-from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, hook_outputs
+from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, forward_on_stack, hook_outputs
 from ourshard.runtime.host import HostMemory
+from ourshard.runtime.in_flight import InFlight
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
-from ourshard.runtime.meter import Measuring, Spent
+from ourshard.runtime.meter import Measuring
 from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
@@ -105,9 +106,13 @@ class Engine:
         self.gathered_depth = 0  # inside `gathered(...)`: everything is whole, hooks do nothing
         self.adoption = 0  # grows when an optimizer must look for parameters anew
         self.writes = 0  # whole values written from outside since the last forward: `writing.py`
+        self.own_hooks: set[int] = set()  # numbers of the hooks that the engine put on modules and leaves
+        self.used_alike = True  # all ranks used the same parameters in the last backward that synced
+        self.replays = False  # the last forward was a graph's, which brings in what stays whole by itself
+        self.replayed = 0  # how many were
         self._forward_depth = 0
         self._held: list[Unit] = []
-        self._reducing: list[tuple[Any, Any, str]] = []  # buffers that the reduce stream reads, event, unit's label
+        self.in_flight = InFlight(self.streams)
         self._held_before = 0  # units that were held when the forward began
         self._double_backward = False
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
@@ -121,9 +126,8 @@ class Engine:
         """Return the root and the units that live as long as it does, the root first."""
         return [self.root, *(unit for unit in self.units[:-1] if unit.rooted)]
 
-    def lanes(self) -> Iterator[Lane]:
-        for unit in self.units:
-            yield from unit.lanes
+    def lanes(self) -> list[Lane]:
+        return [lane for unit in self.units for lane in unit.lanes]
 
     def find_peers(self) -> None:
         """Move gathers and reductions to the copy engines, where the machine can. Collective."""
@@ -138,14 +142,17 @@ class Engine:
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on the modules."""
-        RootHooks(self).attach(model)
+        if self.config.cuda_graph and self.streams.on_gpu:
+            GraphedForward(self, model).attach()
+        else:
+            RootHooks(self).attach(model)
         for unit in self.units:
             for module in unit.modules:
                 UnitHooks(unit).attach(module)
             if unit.rooted and unit is not self.root:
                 for lane in unit.lanes:
                     for leaf in lane.leaves:
-                        leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient)
+                        self.own_hooks.add(leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient).id)
         inside = {id(m) for unit in self.units for module in unit.modules for m in module.modules()}
         lanes = [lane for unit in self.rooted for lane in unit.lanes]
         doors = {id(site.module): site.module for lane in lanes for p in lane.parameters for site in p.sites}
@@ -259,17 +266,7 @@ class Engine:
 
     def may_gather(self) -> bool:
         """Say whether code that reads a resting parameter runs inside of a forward (or backward) of this model."""
-        return not self.outside_of_forward or self._forward_on_stack()
-
-    def _forward_on_stack(self) -> bool:
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == "forward":
-                owner = frame.f_locals.get("self")
-                if isinstance(owner, nn.Module) and owner in self._modules:
-                    return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
+        return not self.outside_of_forward or forward_on_stack(self._modules)
 
     def cast_requested(self, lane: Lane, dtype: torch.dtype) -> None:
         """Compute the lane in `dtype`, after `model.to(dtype)`."""
@@ -331,7 +328,7 @@ class Engine:
         self.streams.join()
         self.measuring.end_phase()
         self.land_masters()
-        self._reducing.clear()
+        self.in_flight.forget()
         if not self._double_backward:
             self._release_held()
             for unit in self.units:
@@ -346,15 +343,6 @@ class Engine:
         if self.sync_backward:
             return True
         return lane.placement.grads is At.SHARD and self.config.accumulate is Accumulate.SHARDED
-
-    def keep_until_reduced(self, buffers: list[Any], event: Any, label: str) -> None:
-        """Keep buffers alive that the reduce stream reads; at most two units' worth, as prefetch does with slots."""
-        if event is None:
-            return
-        self._reducing.append((buffers, event, label))
-        while len(self._reducing) > 2:
-            _, passed, whose = self._reducing.pop(0)
-            self.streams.wait(passed, Spent.REDUCE, whose)
 
     def _release_held(self, before: int = 0) -> None:
         """Release what was held, from number `before` on: a forward without backward keeps what others hold."""
@@ -395,6 +383,7 @@ class Engine:
             if known[unit.index]:
                 self._perform(Event(Action.REDUCE, unit.index))
         start = len(self.units)
+        self.used_alike = known[start:] == flags[start:]
         for lane in lanes:
             stop = start + len(lane.touched)
             lane.settle(known[start:stop])
@@ -421,7 +410,8 @@ class Engine:
         self._held = [unit for unit in self._held if unit.held]
         for lane in sent:
             lane.sent = True
-        self._bring_in_unsharded()
+        if not self.replays:
+            self._bring_in_unsharded()
 
     def _bring_in_unsharded(self) -> None:
         """Start to bring in what stays whole, where it does not show the masters.
@@ -431,6 +421,14 @@ class Engine:
         for unit in (*self.rooted, *self.units):
             if not unit.sharded:
                 unit.issue_gather()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, as `zero_grad` does."""
+        for lane in self.lanes():
+            if lane.direct:
+                for leaf in lane.leaves:
+                    leaf.grad = None
+            lane.drop_gradients(range(len(lane.parameters)))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -460,17 +458,13 @@ class Engine:
         self.measuring.abandon()
         self.schedule.abandon()
         self.streams.join()
-        self._reducing.clear()
+        self.in_flight.forget()
         self._held.clear()
         if self.peer is not None:
             self.peer.abandon()
         for unit in self.units:
             unit.reset()
-        for lane in self.lanes():
-            if lane.direct:
-                for leaf in lane.leaves:
-                    leaf.grad = None
-            lane.drop_gradients(range(len(lane.parameters)))
+        self.drop_gradients()
 
     # ---- words ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,18 @@ def hook_outputs(outputs: Any, before_backward: Callable[..., None]) -> bool:
     return hooked
 
 
+def forward_on_stack(modules: Collection[nn.Module]) -> bool:
+    """Say whether the caller runs inside of the forward of one of `modules`."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in modules:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class UnitHooks:
     """The forward hooks of one module of one unit."""
 
@@ -116,8 +128,9 @@ class UnitHooks:
         self._unit = unit
 
     def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_outside_of_compile(self.before_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_outside_of_compile(self.after_forward))
+        before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
+        handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self._unit.engine.own_hooks |= {handle.id, module.register_forward_hook(after).id}
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
@@ -182,8 +195,9 @@ class DoorHooks:
         self._engine = engine
 
     def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_outside_of_compile(self.before_forward), prepend=True)
-        module.register_forward_hook(_outside_of_compile(self.after_forward))
+        before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
+        handle = module.register_forward_pre_hook(before, prepend=True)
+        self._engine.own_hooks |= {handle.id, module.register_forward_hook(after).id}
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         if self._engine.outside_of_forward:

@@ -136,7 +136,7 @@ class Seat(Joinable):
                 unit.reduced = False
         elif verb == _END:
             engine.streams.join()
-            engine._reducing.clear()
+            engine.in_flight.forget()
             engine.phase_is_backward = False
             if engine.sync_backward:
                 engine.settle()

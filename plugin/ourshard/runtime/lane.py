@@ -6,6 +6,7 @@ Its buffers are in `lane_store.py`.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
-from ourshard.runtime.lane_store import LaneStore
+from ourshard.runtime.lane_direct import DirectGradients
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.peer import Reduction
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from ourshard.runtime.unit import Unit
 
 
-class Lane(LaneStore):
+_is_there = functools.partial(operator.is_not, None)  # for `map`: on the host a generator's turns count
+
+
+class Lane(DirectGradients):
     """One lane of one unit: the buffers, and the gradients that pass through."""
 
     def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter], reduce_dtype: torch.dtype) -> None:
@@ -38,8 +42,8 @@ class Lane(LaneStore):
         self._gradient_nbytes = 0  # as the ledger has them
         self.touched = [False] * len(self.parameters)  # this rank's backward gave a gradient, not dropped since
         self.valid = [False] * len(self.parameters)  # some rank's did; known once the ranks have told each other
-        self._reduced_version = -1  # of `arriving`, where whole gradients stay in it
-        self._fresh = True  # `arriving` holds nothing yet of this sum
+        self.reduced_version = -1  # of `arriving`, where whole gradients stay in it
+        self.fresh = True  # `arriving` holds nothing yet of this sum
         self.is_lent = False  # `arriving` is a piece of the peers' arena
         self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
         self._norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
@@ -56,26 +60,16 @@ class Lane(LaneStore):
     def has_arrived(self) -> bool:
         """Say whether backward left a gradient that has not been reduced."""
         if self.direct:
-            return any(not self._is_reduced(position) for position in range(len(self.leaves)))
-        return self.arriving is not None or any(leaf.grad is not None for leaf in self.leaves)
+            return any(not self.is_reduced(position) for position in range(len(self.leaves)))
+        return self.arriving is not None or self.has_leaf_gradients()
+
+    def has_leaf_gradients(self) -> bool:
+        """Say whether backward left any that has not been taken in."""
+        return any(map(_is_there, [leaf.grad for leaf in self.leaves]))
 
     def has_gradients(self) -> list[bool]:
         """Say which parameters have a gradient from this rank's backwards, not dropped since."""
         return [touched or leaf.grad is not None for touched, leaf in zip(self.touched, self.leaves, strict=True)]
-
-    def _is_reduced(self, position: int) -> bool:
-        """Say whether the gradient of a direct leaf is what the last reduction left: nothing was added since."""
-        grad = self.leaves[position].grad
-        if grad is None:
-            return True
-        return self.arriving is not None and self._is_in_place(position) and grad._version == self._reduced_version
-
-    def _is_in_place(self, position: int) -> bool:
-        """Say whether the gradient of a direct leaf is a view of `arriving`."""
-        grad = self.leaves[position].grad
-        assert grad is not None
-        assert self.arriving is not None
-        return grad.data_ptr() == self.arriving.data_ptr() + self.layout.tensors[position].offset * grad.element_size()
 
     def prepare(self, reduce_next: bool, again: bool = False) -> None:
         """Take the memory that `take_gradients` and `reduce` fill; on the compute stream, whose allocator owns it.
@@ -83,7 +77,7 @@ class Lane(LaneStore):
         `again`: this backward has reduced the lane before, and more came.
         """
         if self.direct:
-            self._fresh = not again
+            self.fresh = not again
             dtype = self.leaves[0].dtype  # the user may have moved them: `model.to(dtype)`
             if self.arriving is None or self.arriving.dtype != dtype:
                 self.arriving = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
@@ -91,7 +85,7 @@ class Lane(LaneStore):
             return
         self.forget_released()
         self.erase_dropped()
-        self._fresh = self.arriving is None
+        self.fresh = self.arriving is None
         if self.arriving is None:
             self.arriving = self._make_arriving(reduce_next)
         if reduce_next:
@@ -104,7 +98,7 @@ class Lane(LaneStore):
         gradients that were read, for the caller to keep until this stream has passed.
         """
         if self.direct:
-            return self._take_direct()
+            return self.take_direct()
         assert self.arriving is not None
         views, grads, missing = [], [], []
         wholes = self._whole_views(self.arriving)
@@ -116,10 +110,10 @@ class Lane(LaneStore):
             grads.append(leaf.grad)
             self.touched[position] = True
             leaf.grad = None
-        if self._fresh:
+        if self.fresh:
             self._zero_gaps(self.arriving, missing)
         if views:
-            (torch._foreach_copy_ if self._fresh else torch._foreach_add_)(views, grads)
+            (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(views, grads)
         return grads
 
     def _whole_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -165,8 +159,10 @@ class Lane(LaneStore):
             if self.unit.rooted and mesh.replicate.size == 1 and not self.offloaded:
                 self.in_pieces = True
                 dtype = self.lent_dtype
-        with own_memory(self.device):
-            buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+        buffer = self.unit.engine.in_flight.take(self.layout.numel, dtype) if reduce_next else None
+        if buffer is None:
+            with own_memory(self.device):
+                buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         self.hold(self._arriving_kind, buffer)
         return buffer
 
@@ -208,21 +204,11 @@ class Lane(LaneStore):
     def _arriving_kind(self) -> Kind:
         return Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
 
-    def _take_direct(self) -> list[torch.Tensor]:
-        """Make each `p.grad` a view of `arriving`, so that backward adds into it; return the tensors it replaces."""
-        assert self.arriving is not None
-        replaced = []
-        for position, leaf in enumerate(self.leaves):
-            view = self.whole_view(self.arriving, position)
-            self.touched[position] = leaf.grad is not None
-            if leaf.grad is None:
-                if self._fresh:  # else it has what other ranks gave
-                    view.zero_()
-            elif not self._is_in_place(position):
-                view.copy_(leaf.grad)
-                replaced.append(leaf.grad)
-                leaf.grad = view
-        return replaced
+    def take_gradient(self, gradient: torch.Tensor) -> None:
+        """Take a flat reduced gradient, which a replayed backward has filled, for the lane's own."""
+        self._gradient = gradient
+        self.accumulated = True
+        self._hold_gradient(gradient.nbytes)
 
     def _zero_gaps(self, buffer: torch.Tensor, missing: list[int]) -> None:
         end = 0
@@ -238,8 +224,8 @@ class Lane(LaneStore):
     def reduce(self, sync: bool) -> list[torch.Tensor]:
         """Reduce `arriving` over the mesh into `gradient`, on the current stream.
 
-        Mean over the shard axis always, over `replicate` when `sync`. Returns the buffers that the reduction read, for
-        the caller to keep until the stream has passed.
+        Mean over the shard axis always, over `replicate` when `sync`. Returns the buffers that the reduction read and
+        that no later one may use, for the caller to keep until the stream has passed.
         """
         assert self.arriving is not None
         if self.in_pieces:
@@ -250,14 +236,19 @@ class Lane(LaneStore):
             engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
             if buffer is not self.arriving:
                 self.arriving.copy_(buffer)
-            self._reduced_version = self.arriving._version
+            self.reduced_version = self.arriving._version
             return [buffer]
         self.hold(self._arriving_kind, self.arriving, -1)
-        read = [self.arriving, buffer]
+        engine.in_flight.give_back(self.arriving)
+        read = [] if buffer is self.arriving else [buffer]
         self.arriving = None
         if self.placement.whole:
             engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
             self._accumulate(buffer, sync=False)
+            return read
+        if self._lands_in_gradient(buffer.dtype, sync):
+            engine.reducer.mean_scatter(self._open_gradient()[0], buffer, self.axis, self.unit.label)
+            self.accumulated = True
             return read
         segment = self.segment_of(buffer)
         if self.coder is not None:
@@ -266,14 +257,21 @@ class Lane(LaneStore):
             engine.reducer.mean_scatter(segment, buffer, self.axis, self.unit.label)
         return read + self._accumulate(segment, sync)
 
+    def _lands_in_gradient(self, dtype: torch.dtype, sync: bool) -> bool:
+        """Say whether the mean over the shard axis is `gradient` as it comes: nothing is added, cast or sent on."""
+        if self.coder is not None or self.divided or self.store_dtype != dtype or self._travels_on(sync):
+            return False
+        return self.axis.size > 1 and self._open_gradient()[1]
+
     def _reduce_in_pieces(self) -> list[torch.Tensor]:
         assert self.arriving is not None
         whole, self.arriving, self.in_pieces = self.arriving, None, False
         self.hold(self._arriving_kind, whole, -1)
         gradient, first = self._open_gradient()
         self.unit.engine.collectives.peer_reduce_in_pieces(whole, gradient, add=not first)
+        self.unit.engine.in_flight.give_back(whole)
         self.accumulated = True
-        return [whole]
+        return []
 
     def lent_reduction(self, sync: bool) -> Reduction:
         """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""

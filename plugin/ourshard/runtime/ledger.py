@@ -63,6 +63,16 @@ class Ledger:
         self._peak[kind] = max(self._peak[kind], self._held[kind])
         self._peak_total = max(self._peak_total, self.held_total)
 
+    def counts(self, since: tuple[Counter[str], ...] | None = None) -> tuple[Counter[str], ...]:
+        """Return what was counted so far, or since."""
+        now = tuple(Counter(counter) for counter in (self.wire, self.calls, self.gathers, self.reduces))
+        return now if since is None else tuple(a - b for a, b in zip(now, since, strict=True))
+
+    def add(self, counts: tuple[Counter[str], ...]) -> None:
+        """Count again what `counts` returned: the same was done by a graph."""
+        for counter, more in zip((self.wire, self.calls, self.gathers, self.reduces), counts, strict=True):
+            counter.update(more)
+
     @property
     def held(self) -> dict[str, int]:
         """Bytes held now, by kind."""

@@ -166,6 +166,16 @@ class Measuring:
         for part in self._parts:
             part.meter = meter
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing for a while: events that CUDA captures have no time."""
+        meter = self.meter
+        self._use(None)
+        try:
+            yield
+        finally:
+            self._use(meter)
+
     def begin_phase(self, name: str, counts: bool = True) -> None:
         """Open a forward or backward; one that does not count is left out with all that happens in it."""
         self.watched = self.meter is not None or torch.autograd._profiler_enabled()

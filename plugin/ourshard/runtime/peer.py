@@ -77,6 +77,10 @@ class PeerCopies:
         self._loans: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}  # by start, elements, dtype
         self._pulls: dict[tuple[tuple[int, int, torch.dtype], ...], list[_Pull]] = {}  # by what was lent together
 
+    def meet(self) -> None:
+        """Wait until the peers' gathers so far have ended: before staging is used out of turn. On the gather stream."""
+        self._handle.barrier(channel=_GATHER)
+
     def can_gather(self, segment: torch.Tensor) -> bool:
         return segment.nbytes <= self._staging_nbytes
 

@@ -26,7 +26,23 @@ from ourshard.runtime.meter import Meter, Spent
 END = "the end of backward"
 
 
-class _After:
+class Queue:
+    """A stream that work is put on in a `with` block; on a CPU it is the only one."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def mark(self, event: Any) -> Any:
+        """Record an event behind the work so far, in place of an earlier one if given, and return it; None on a CPU."""
+        return None
+
+
+class _After(Queue):
     """Queue on a stream, after the work that the current one has so far. One event serves all waits of a stream."""
 
     __slots__ = ("_before", "_event", "_stream")
@@ -36,12 +52,18 @@ class _After:
         self._event = torch.cuda.Event()
         self._before: torch.cuda.Stream | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _After:
         assert self._before is None, "entered twice"
         self._before = torch.cuda.current_stream()
         self._event.record(self._before)
         self._stream.wait_event(self._event)
         torch.cuda.set_stream(self._stream)
+        return self
+
+    def mark(self, event: Any) -> Any:
+        event = event or torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def __exit__(self, *exception: object) -> None:
         assert self._before is not None
@@ -55,24 +77,19 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.meter: Meter | None = None  # the engine's, while it measures
-        self._after_gather: AbstractContextManager[None] = nullcontext()
-        self._after_reduce: AbstractContextManager[None] = nullcontext()
+        self._after_gather, self._after_reduce = Queue(), Queue()
         if self.on_gpu:
             self._gather = torch.cuda.Stream(device, priority=-1)
             self._reduce = torch.cuda.Stream(device, priority=-1)
             self._after_gather, self._after_reduce = _After(self._gather), _After(self._reduce)
 
-    def gather(self) -> AbstractContextManager[None]:
+    def gather(self) -> Queue:
         """Queue on the gather stream, after the compute stream's work so far."""
         return self._after_gather
 
-    def reduce(self) -> AbstractContextManager[None]:
+    def reduce(self) -> Queue:
         """Queue on the reduce stream, after the compute stream's work so far."""
         return self._after_reduce
-
-    def event(self) -> Any:
-        """Record and return an event on the current stream; None on a CPU."""
-        return torch.cuda.current_stream().record_event() if self.on_gpu else None
 
     def beside_compute(self) -> bool:
         """Say whether the current stream is the one of gathers or of reductions."""
@@ -93,6 +110,12 @@ class Streams:
         if self.on_gpu:
             self._gather.synchronize()
             self._reduce.synchronize()
+
+    def fork(self) -> None:
+        """Make gathers and reductions wait for the compute stream, so that a capture of it takes in all three."""
+        for queue in (self._after_gather, self._after_reduce):
+            with queue:
+                pass
 
     def join(self) -> None:
         """Make the compute stream wait for all gathers and reductions issued so far."""

@@ -118,6 +118,7 @@ def _without_shards(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "shard_optimizer_over", "stage 0 has whole masters"
     if engine.mesh.device.type != "cuda":
         yield "communication.transport", "gloo moves the bytes between CPUs"
+        yield "cuda_graph", "there is no GPU"
 
 
 def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:

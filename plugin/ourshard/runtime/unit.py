@@ -71,6 +71,8 @@ class Unit:
         self.sharded = False  # some lane's parameters are sharded at rest: gathering communicates
         self._passage: Passage | None = None  # the forward or backward under way, if someone looks
         self._gathered: Any = None  # event on the gather stream that compute has not waited for
+        self._gather_mark: Any = None  # that event, kept for the next gather
+        self._reduce_mark: Any = None  # as `_gather_mark`, on the reduce stream
         self._sites: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
 
     def build(self, layout: UnitLayout, parameters: list[Parameter]) -> None:
@@ -110,10 +112,10 @@ class Unit:
             lane.full.allocate()
         if engine.ledger is not None and self.sharded:
             engine.ledger.gathers[self.label] += 1
-        with engine.streams.gather():
+        with engine.streams.gather() as stream:
             for lane in self.lanes:
                 lane.fill()
-            self._gathered = engine.streams.event()
+            self._gathered = self._gather_mark = stream.mark(self._gather_mark)
 
     def require(self) -> None:
         """Make the parameters whole and ready for the current stream, through the recorded order."""
@@ -289,7 +291,7 @@ class Unit:
         """Keep what arrived for a later backward, which will sync, except in the lanes of `but`."""
         for lane in self.lanes:
             waits = lane.trainable and lane not in but and not lane.direct  # direct ones add up where they are
-            if waits and any(leaf.grad is not None for leaf in lane.leaves):
+            if waits and lane.has_leaf_gradients():
                 lane.prepare(reduce_next=False)
                 lane.take_gradients()
                 lane.show_waiting()
@@ -354,13 +356,14 @@ class Unit:
         engine = self.engine
         again, self.reduced = self.reduced, True
         due = [lane for lane in self.lanes if lane.trainable and engine.lane_reduces_now(lane)]
-        self.put_aside(but=due)
+        if len(due) < len(self.lanes):
+            self.put_aside(but=due)
         if engine.ledger is not None:
             engine.ledger.reduces[self.label] += 1
         for lane in due:
             lane.prepare(reduce_next=True, again=again)
         read: list[torch.Tensor] = []
-        with engine.streams.reduce():
+        with engine.streams.reduce() as stream:
             for lane in due:
                 read += lane.take_gradients()
             lent = [lane for lane in due if lane.is_lent]
@@ -371,5 +374,5 @@ class Unit:
                     read += lane.end_loan(engine.sync_backward)
                 else:
                     read += lane.reduce(engine.sync_backward)
-            passed = engine.streams.event()
-        engine.keep_until_reduced(read, passed, self.label)  # not inside: it makes the compute stream wait
+            self._reduce_mark = stream.mark(self._reduce_mark)
+        engine.in_flight.keep(read, self._reduce_mark, self.label)  # not inside: it makes the compute stream wait
