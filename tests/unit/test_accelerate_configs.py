@@ -10,6 +10,7 @@ from ourshard.config import flatten
 from ourshard.flags.sources import load, read_document
 
 from tests.commands import ROOT
+from tests.ranks.nets import llama, token_loss, tokens
 
 FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 SHOWS: dict[str, dict[str, Any]] = {
@@ -46,6 +47,35 @@ def test_each_config_is_among_those_that_are_looked_at() -> None:
 def test_each_config_shows_what_its_name_says(name: str) -> None:
     config = flatten(read_document(load(ROOT / "accelerate_configs" / f"{name}.yaml"), name).config.to_dict())
     assert {key: config[key] for key in SHOWS[name]} == SHOWS[name]
+
+
+def two_steps(values: dict[str, Any]) -> list[float]:
+    """Return the losses of three batches, the last after two steps."""
+    import torch
+    from ourshard import shard_model
+
+    model = shard_model(llama(), values)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = token_loss(model, tokens(0, 4))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_config_trains_two_steps(path: Path, ranks: Any, tmp_path: Path) -> None:
+    values = load(path)["ourshard_config"]
+    if "secondary_shard_size" in values:
+        values["secondary_shard_size"] = 2  # of the 4 ranks that stand for 32 here
+    if "nvme_path" in values.get("offload", {}):
+        values["offload"]["nvme_path"] = str(tmp_path)
+    losses = ranks(4 if load(path)["num_machines"] > 1 else 2)(two_steps, values, timeout=60)
+    assert all(last < first for first, _, last in losses), losses
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
