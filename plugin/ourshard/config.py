@@ -419,6 +419,7 @@ def nearest(name: str, names: typing.Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest of `names`, or all of them when none is close."""
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = close or [longer for longer in known if len(name) > 3 and name.lower() in longer.lower()]
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
 
 

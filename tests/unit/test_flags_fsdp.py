@@ -151,6 +151,10 @@ def test_refused_keys_pass_when_they_ask_for_nothing() -> None:
 def test_unknown_keys_name_the_nearest_one() -> None:
     with pytest.raises(ValueError, match=r"Unknown FSDP key 'fsdp_sharding_stratgy'.*'sharding_strategy'"):
         from_fsdp({"fsdp_sharding_stratgy": "FULL_SHARD"})
+    with pytest.raises(
+        ValueError, match=r"^a.yaml: fsdp_config: Unknown FSDP key 'fsdp_reshard'.*'reshard_after_forward'"
+    ):
+        from_fsdp({"fsdp_reshard": True}, "a.yaml: fsdp_config")
     with pytest.raises(ValueError, match=r"'FULL_SHART' is not a sharding strategy.*'FULL_SHARD'"):
         from_fsdp({"fsdp_sharding_strategy": "FULL_SHART"})
     with pytest.raises(ValueError, match=r"fsdp_min_num_params: expected int, got 'many'"):

@@ -156,6 +156,13 @@ class Language:
         Raises:
             ValueError: an unknown key, a refused value (with the reason), or two keys that contradict each other.
         """
+        try:
+            return self._read(flat, source)
+        except ValueError as error:
+            text = str(error)
+            raise ValueError(text if source in text else f"{source}: {text}") from error
+
+    def _read(self, flat: Mapping[str, Any], source: str) -> FlagResult:
         words = self.words(flat, source)
         values = {key: word.value for key, word in words.items()}
         said: dict[str, Any] = {}
@@ -172,10 +179,7 @@ class Language:
                 said[target] = value
                 origins.setdefault(target, origin)
         lines = [f"{', '.join(keys)}: {note}" for note, keys in notes.items()]
-        try:
-            return build(said, origins, lines)  # the values together are checked by who joins the sources
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
+        return build(said, origins, lines)  # the values together are checked by who joins the sources
 
 
 def _outcome(key: str, word: Word, values: Mapping[str, Any]) -> Outcome:
