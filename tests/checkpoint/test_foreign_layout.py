@@ -146,6 +146,26 @@ def test_holes_and_overlaps_are_refused(boxes: list[tuple[slice, slice]], words:
         ChunkedTensor((7, 10), torch.float32, _chunks(tensor, tmp_path / "f.pt", boxes), "t")
 
 
+def test_pieces_that_form_no_grid_are_joined_too(tmp_path: Path) -> None:
+    """Four around one: no cut goes through from edge to edge."""
+    tensor = torch.arange(36.0).reshape(6, 6)
+    boxes = [(0, 2, 0, 4), (0, 4, 4, 6), (4, 6, 2, 6), (2, 6, 0, 2), (2, 4, 2, 4)]
+    slices = [(slice(a, b), slice(c, d)) for a, b, c, d in boxes]
+    joined = ChunkedTensor((6, 6), torch.float32, _chunks(tensor, tmp_path / "f.pt", slices), "t")
+    for start in range(6):
+        assert torch.equal(joined.read(start, 6), tensor[start:])
+
+
+def test_forty_thousand_pieces_are_checked_at_once_and_as_many_in_disorder_are_refused() -> None:
+    """Comparing each with each would take hours."""
+
+    places = [(row, column) for row in range(200) for column in range(200)]
+    ChunkedTensor((200, 200), torch.float32, [Chunk(place, (1, 1), lambda: torch.ones(1, 1)) for place in places], "t")
+    row = [Chunk((0, column), (1 + column % 2, 1), lambda: torch.ones(1, 1)) for column in range(40_000)]
+    with pytest.raises(CheckpointError, match="form no grid"):
+        ChunkedTensor((2, 40_000), torch.float32, row, "t")
+
+
 def test_a_contiguous_tensor_is_told_from_others() -> None:
     for tensor in (torch.zeros(3, 4), torch.zeros(3, 1, 4), torch.zeros(()), torch.zeros(0, 5), torch.zeros(3, 4).t()):
         pickled = PickledTensor(None, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype)  # type: ignore[arg-type]

@@ -29,6 +29,10 @@ class Net(nn.Module):
         self.body = nn.Linear(6, 7)
         self.head = nn.Linear(7, 5, bias=False)
         self.conv = Conv1D(4, 5)
+        self.wave = nn.Conv1d(2, 3, 3)
+        self.picture = nn.Conv2d(3, 4, (3, 2), bias=False)
+        self.point = nn.Conv2d(2, 5, 1)
+        self.grouped = nn.Conv2d(4, 6, 3, groups=2)
 
 
 def make_peft(**options: Any) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
@@ -58,6 +62,11 @@ CASES: dict[str, dict[str, Any]] = {
     "embedding": {"target_modules": ["embed"]},
     "transposed": {"target_modules": ["conv"], "fan_in_fan_out": True},
     "patterns": {"target_modules": ["body", "head"], "rank_pattern": {"head": 2}, "alpha_pattern": {"^body": 5}},
+    "convolutions": {"target_modules": ["wave", "picture", "point"]},
+    "dora": {"target_modules": ["body", "head"], "use_dora": True},
+    "dora, transposed": {"target_modules": ["conv"], "fan_in_fan_out": True, "use_dora": True},
+    "dora, embedding": {"target_modules": ["embed"], "use_dora": True, "use_rslora": True},
+    "dora, convolutions": {"target_modules": ["wave", "picture", "point"], "use_dora": True},
     "a module trained whole": {"target_modules": ["body"], "modules_to_save": ["head"]},
 }
 
@@ -72,7 +81,7 @@ def test_the_merged_weights_are_those_of_peft(tmp_path: Path, case: str) -> None
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
-        if name not in ("body.weight", "head.weight", "embed.weight", "conv.weight"):
+        if name.split(".")[0] not in CASES[case]["target_modules"] or name.endswith("bias"):
             assert torch.equal(found[name], tensor)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
 
@@ -150,16 +159,17 @@ def test_an_adapter_that_is_more_than_a_sum_of_matrices_is_refused(
 
 
 def test_blocks_of_rows_give_the_same_as_the_whole(tmp_path: Path) -> None:
-    _, weights, config = make_peft(target_modules=["body", "conv"], fan_in_fan_out=False)
+    _, weights, config = make_peft(target_modules=["body", "conv"], fan_in_fan_out=False, use_dora=True)
     save_ours(tmp_path / "ours", weights, config)
     from ourshard.checkpoint.merge import merge_adapter
 
     with merge_adapter(detect(tmp_path / "ours")) as merged:
-        key = TensorKey(PARAM, "body.weight")
-        whole = merged.read(key)
-        rows = torch.cat([merged.read(key, row, row + 1) for row in range(whole.shape[0])])
-        torch.testing.assert_close(rows, whole, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(merged.read_run(key, 5, 20), whole.reshape(-1)[5:20], rtol=1e-6, atol=1e-6)
+        for name in ("body.weight", "conv.weight"):
+            key = TensorKey(PARAM, name)
+            whole = merged.read(key)
+            rows = torch.cat([merged.read(key, row, row + 1) for row in range(whole.shape[0])])
+            torch.testing.assert_close(rows, whole, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(merged.read_run(key, 5, 20), whole.reshape(-1)[5:20], rtol=1e-6, atol=1e-6)
 
 
 def test_layers_that_are_stored_both_ways_are_told_apart_by_shape_and_a_square_one_is_refused(tmp_path: Path) -> None:
@@ -179,9 +189,17 @@ def test_layers_that_are_stored_both_ways_are_told_apart_by_shape_and_a_square_o
 
 def test_what_has_no_linear_merge_is_refused(tmp_path: Path) -> None:
     _, weights, config = make_peft(target_modules=["body"], use_dora=True)
-    save_ours(tmp_path / "dora", weights, config)
-    with pytest.raises(ValueError, match="DoRA"):
+    save_ours(tmp_path / "dora", weights, {**config, "use_dora": False})
+    with pytest.raises(ValueError, match="no plain LoRA"):
         convert(tmp_path / "dora", tmp_path / "out", to="safetensors", merge_adapter=True)
+    name = "base_model.model.body.lora_magnitude_vector.default.weight"
+    save_ours(tmp_path / "short", {**weights, name: torch.zeros(3)}, config)
+    with pytest.raises(CheckpointError, match="7 outputs, its DoRA 3 lengths"):
+        convert(tmp_path / "short", tmp_path / "out", to="safetensors", merge_adapter=True)
+    _, weights, config = make_peft(target_modules=["grouped"], rank_pattern={"grouped": 4})
+    save_ours(tmp_path / "grouped", weights, config)
+    with pytest.raises(ValueError, match=r"grouped\.weight is a convolution in groups"):
+        convert(tmp_path / "grouped", tmp_path / "out", to="safetensors", merge_adapter=True)
     _, weights, config = make_peft(target_modules=["body"])
     save_ours(tmp_path / "no-config", weights, {})
     with pytest.raises(ValueError, match=r"no adapter_config\.json with r and lora_alpha"):

@@ -1,23 +1,22 @@
-"""Merge a LoRA adapter into the weights while they stream by: W + scale * B A, some rows at a time.
-
-Formulas as in LoRA (Hu et al. 2021) and rsLoRA (Kalajdzievski 2023): scale is alpha / r, or alpha / sqrt(r).
-"""
+"""Merge a LoRA adapter into the weights while they stream by, some rows at a time: lora.py has the formulas."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .lora import Update, oriented, update_of
 from .source import BUFFER, PARAM, CheckpointError, Source, TensorKey
 from .view import View
 
 _PREFIX = "base_model.model."
+_NORM_BLOCK = 16 << 20
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<part>\w+?)(\.(?P<adapter>[^.]+))?(\.weight)?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _ORIGINAL = ".original_module."
@@ -25,7 +24,6 @@ _LORA_BIAS = re.compile(r".+\.lora_\w+?(\.[^.]+)?\.bias")
 _TOKENS = ".trainable_tokens_delta"
 # Options of PEFT with which a LoRA is no sum of matrices, and ways to begin one that change the base's own weights.
 _NOT_LINEAR = {
-    "use_dora": "DoRA",
     "lora_bias": "LoRA with a bias of its own",
     "trainable_token_indices": "LoRA with trained tokens",
     "alora_invocation_tokens": "aLoRA",
@@ -38,16 +36,6 @@ _NOT_LINEAR = {
     "kasa_config": "KaSA",
 }
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What is added to one weight: scale * b @ a, transposed for layers that store (in, out) (None: not yet known)."""
-
-    a: TensorKey
-    b: TensorKey
-    scale: float
-    transposed: bool | None
 
 
 class Merged(View):
@@ -86,6 +74,8 @@ class Merged(View):
         super().__init__(base, keys, description)
         self._adapter = adapter
         self._updates = dict(updates)
+        self._lock = threading.Lock()
+        self._known_norms: dict[TensorKey, torch.Tensor] = {}
         self._whole = dict(whole)  # name -> key of the adapter, of what it has in place of the base's
 
     def read(self, key: TensorKey, start_row: int = 0, stop_row: int | None = None) -> torch.Tensor:
@@ -96,15 +86,24 @@ class Merged(View):
         update = self._updates.get(key.name)
         if update is None:
             return rows
-        start, stop = self.tensors[key].rows_within(start_row, stop_row)
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        if update.transposed:
-            a, b = self._adapter.read(update.a)[:, start:stop], self._adapter.read(update.b)
-            delta = a.to(wide).T @ b.to(wide).T
-        else:
-            a, b = self._adapter.read(update.a), self._adapter.read(update.b, start, stop)
-            delta = b.to(wide) @ a.to(wide)
-        return (rows.to(wide) + delta * update.scale).to(rows.dtype)
+        start, _ = self.tensors[key].rows_within(start_row, stop_row)
+        summed = update.summed(self._adapter, rows, start)
+        if update.magnitude is not None:
+            norms = self._norms(key, update) if update.transposed else update.norms([summed])
+            summed = update.stretched(self._adapter, summed, start, norms)
+        return summed.to(rows.dtype)
+
+    def _norms(self, key: TensorKey, update: Update) -> torch.Tensor:
+        """Return the lengths of outputs of which each row has an element; they are computed once, from all rows."""
+        with self._lock:
+            if key not in self._known_norms:
+                info = self.tensors[key]
+                block = max(1, _NORM_BLOCK // max(1, info.row_nbytes))
+                self._known_norms[key] = update.norms(
+                    update.summed(self._adapter, View.read(self, key, start, min(info.rows, start + block)), start)
+                    for start in range(0, info.rows, block)
+                )
+            return self._known_norms[key]
 
     def read_run(self, key: TensorKey, start: int, stop: int) -> torch.Tensor:
         """Return these elements of the merged tensor."""
@@ -152,9 +151,9 @@ def merge_adapter(source: Source, base: Source | None = None) -> Merged:
                 f"the base weight {target} of the adapter is not in {weights.path}; "
                 "an adapter alone is merged with base=PATH of its model"
             )
-        updates[target] = _update(module, parts, config)
+        updates[target] = update_of(module, _plain(module), parts, config)
     shapes = {target: weights.tensors[origins[target]].shape for target in updates}
-    updates = _oriented(source, updates, shapes, bool(config.get("fan_in_fan_out")))
+    updates = oriented(source, updates, shapes, bool(config.get("fan_in_fan_out")))
     if base is None:
         return Merged(weights, source, {**origins, **saved}, updates, {})
     _refuse_changed_base(config)
@@ -231,59 +230,6 @@ def _adapter_parts(
             f"{source.path} has several adapters ({', '.join(map(str, sorted(adapters, key=str)))}): select one"
         )
     return pairs, saved
-
-
-def _update(module: str, parts: Mapping[str, TensorKey], config: Mapping[str, Any]) -> Update:
-    if set(parts) - {"A", "B", "embedding_A", "embedding_B"} or len(parts) != 2:
-        raise ValueError(
-            f"{module} has {', '.join(f'lora_{part}' for part in parts)}: no plain LoRA; merge it with PEFT"
-        )
-    plain = _plain(module)
-    rank = _pattern(config.get("rank_pattern"), plain, config["r"])
-    alpha = _pattern(config.get("alpha_pattern"), plain, config["lora_alpha"])
-    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-    if "A" in parts:
-        return Update(parts["A"], parts["B"], scale, None)
-    return Update(parts["embedding_A"], parts["embedding_B"], scale, True)
-
-
-def _pattern(patterns: Mapping[str, float] | None, module: str, default: float) -> float:
-    """Return the value of the first pattern that fits the end of the module's name, as PEFT chooses it."""
-    for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
-
-
-def _oriented(
-    source: Source, updates: Mapping[str, Update], shapes: Mapping[str, tuple[int, ...]], transposed: bool
-) -> dict[str, Update]:
-    """Return the updates, transposed where the weight is stored (in, out), as its shape shows.
-
-    For a square weight the config's fan_in_fan_out is taken. PEFT keeps one such flag for all layers, so that it says
-    nothing where both kinds were adapted; then a square weight is refused.
-    """
-    fitting = {}
-    for target, update in updates.items():
-        a, b, whole = source.tensors[update.a].shape, source.tensors[update.b].shape, shapes[target]
-        if len(a) != 2 or len(b) != 2 or len(whole) != 2:
-            raise ValueError(f"{target} has shape {whole} and its LoRA {a}, {b}: only matrices are merged")
-        ways = {way for way, fits in ((False, (b[0], a[1])), (True, (a[1], b[0]))) if fits == whole and a[0] == b[1]}
-        if update.transposed is not None:
-            ways &= {update.transposed}
-        if not ways:
-            raise CheckpointError(f"{target} has shape {whole}, its LoRA parts {a} and {b} do not fit it")
-        fitting[target] = ways
-    certain = {
-        way for target, ways in fitting.items() for way in ways if len(ways) == 1 and updates[target].transposed is None
-    }
-    result = {}
-    for target, ways in fitting.items():
-        if len(ways) == 2 and not certain <= {transposed}:
-            raise ValueError(f"{target} is square, and fan_in_fan_out is not right for all layers; merge it with PEFT")
-        way = transposed if len(ways) == 2 else next(iter(ways))
-        result[target] = replace(updates[target], transposed=way)
-    return result
 
 
 def _plain(name: str) -> str:
