@@ -137,6 +137,9 @@ def read_outside(config: dict[str, Any]) -> dict[str, str]:
         "iterate": lambda m: list(m.scale),
         "float": lambda m: float(m.scale.sum()),
         "equal": lambda m: m.scale == 1,
+        "copied from": lambda m: torch.zeros(m.head.weight.shape).copy_(m.head.weight),
+        "added from": lambda m: torch.zeros(m.head.weight.shape).add_(m.head.weight),
+        "written into rows of": lambda m: torch.zeros(2, *m.head.weight.shape)[0].lerp_(m.head.weight, 0.5),
     }.items():
         try:
             read(both.sharded)
@@ -152,6 +155,30 @@ def test_a_resting_parameter_that_is_read_outside_of_a_forward_says_its_name_and
         for name, message in told.items():
             assert "ourshard.gathered(model)" in message, f"{name}: {message!r}"
             assert "'scale'" in message or "weight'" in message
+
+
+def take_values() -> dict[str, bool]:
+    """Let plain tensors take the values of a parameter inside of `gathered`."""
+    import ourshard
+
+    both = pair({"stage": 3, "persist_below": 0}, Library)
+    weight, wanted = both.sharded.head.weight, both.plain.head.weight.detach()
+    copied, added, held = (torch.zeros(weight.shape) for _ in range(3))
+    with ourshard.gathered(both.sharded), torch.no_grad():
+        copied.copy_(weight)
+        added.add_(weight, alpha=2.0)
+        held[:] = weight
+    return {
+        "copied": torch.equal(copied, wanted),
+        "added": torch.equal(added, 2 * wanted),
+        "held": torch.equal(held, wanted),
+    }
+
+
+def test_plain_tensors_take_the_values_of_a_parameter_that_is_whole(ranks):
+    """F11: `copy_` from a resting parameter once wrote nothing, and said nothing."""
+    for told in ranks(2)(take_values):
+        assert told == {"copied": True, "added": True, "held": True}
 
 
 def read_root_before_backward() -> None:

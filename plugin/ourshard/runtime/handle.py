@@ -152,11 +152,12 @@ class ShardParameter(Resting, nn.Parameter):
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         answer = _ANSWERS.get(func)
-        if answer is not None:
+        is_first = bool(args) and args[0] is self  # else another tensor takes values of this one
+        if answer is not None and is_first:
             return answer(self, *args[1:], **kwargs)
         if func in _CASTS:
             return self._cast(func, args, kwargs)
-        if func in _ROW_BY_ROW:
+        if func in _ROW_BY_ROW and is_first:
             return self._change_rows(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _SAVING:
@@ -174,7 +175,8 @@ class ShardParameter(Resting, nn.Parameter):
 
     def _compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", str(func))
-        if writes(name, kwargs):
+        written = (*args[:1], kwargs.get("out")) if writes(name, kwargs) else ()
+        if any(isinstance(target, Resting) for target in tree_leaves(written)):
             raise RuntimeError(self._advice(f"writing with {name!r}"))
 
         units = set()
