@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.integrations import trainer_runs
-from tests.integrations.client_runs import column, trainer_of
+from tests.integrations.client_runs import apart, column, trainer_of, world
 from tests.integrations.trainer_runs import Case, Run, changed, on_rank, run
 
 pytestmark = pytest.mark.ranks
@@ -140,3 +140,62 @@ def test_adapters_keep_their_dtype_and_train_on_in_the_one_that_they_are_loaded_
         for (dtypes, losses), (wanted_dtypes, wanted_losses) in zip(found, wanted, strict=True):
             assert dtypes == wanted_dtypes
             assert np.allclose(losses, wanted_losses, atol=2e-3)
+
+
+def composed(folder: str) -> str:
+    """Train adapters over a base of which one weight is two tensors behind one, as weights of torchao are."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    trainer_runs.quiet()
+    base = trainer_runs.llama()
+    proj = base.model.layers[1].mlp.up_proj
+    halves = proj.weight.detach() / 2
+    proj.weight = nn.Parameter(TwoTensor(halves, halves.clone()), requires_grad=False)
+    model = trainer_runs.adapted(base, "lora")
+    try:
+        trainer_of(Case(steps=1), folder, {"stage": 3, "persist_below": 50}, model).train()
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_base_of_composed_tensors_is_refused_by_name_on_every_rank(ranks, tmp_path):
+    for said in ranks(2)(composed, str(tmp_path), timeout=40):
+        assert "layers.1.mlp.up_proj.weight' is a TwoTensor, several tensors behind one" in said
+        assert "bitsandbytes" in said
+
+
+def over_quantized(folder: str, base: str, bits: int, shard: dict[str, Any] | None) -> dict[str, Any]:
+    """Train adapters over a base that bitsandbytes quantizes while it is loaded."""
+    import peft
+    from safetensors.torch import load_file
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    trainer_runs.quiet()
+    trainer_runs.enable(shard)
+    case = Case(steps=3, arguments={"learning_rate": 1e-3})
+    trainer_runs.arguments(case, Path(folder), world())  # ranks join their group here, as in a script
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = BitsAndBytesConfig(**(four if bits == 4 else {"load_in_8bit": True}))
+    model = LlamaForCausalLM.from_pretrained(base, quantization_config=config)
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    torch.manual_seed(1)
+    trainer = trainer_of(case, folder, shard, trainer_runs.adapted(model, "lora"))
+    trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    saved = load_file(f"{folder}/adapter_model.safetensors")
+    return {"logs": column(trainer, "loss", "grad_norm"), "saved": saved}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_over_a_base_of_bitsandbytes_train_as_in_one_process(ranks, tmp_path, bits):
+    """Its frozen bytes are sharded as they are."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    base = str(tmp_path / "base")
+    trainer_runs.llama(hidden_size=64, intermediate_size=128).save_pretrained(base)
+    wanted = over_quantized(str(tmp_path / "one"), base, bits, None)
+    shard = {"stage": 3, "persist_below": 50}
+    for found in ranks(2)(over_quantized, str(tmp_path / "two"), base, bits, shard, timeout=90):
+        assert apart(found, wanted) < 1e-5

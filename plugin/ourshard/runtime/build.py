@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
 from ourshard.runtime import graphs
@@ -167,6 +168,7 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         if inner:
             raise ValueError(f"{inner[0]!r} inside of the model is sharded already; shard the outer model only.")
         stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
+        _refuse_composed(stock)
         _refuse_meta(model, stock if engine.mesh.world.rank == 0 else [])
     except ValueError as problem:
         error = str(problem)
@@ -188,6 +190,16 @@ def _merge_numel(engine: Engine) -> int:
     if nbytes is None:
         nbytes = _MERGE_NBYTES if engine.mesh.device.type == "cuda" else 0
     return nbytes // (engine.param_dtype or torch.float32).itemsize
+
+
+def _refuse_composed(stock: list[UnitParameters]) -> None:
+    """Refuse parameters that are several tensors behind one, as torchao's are: they have no rows to cut."""
+    for parameter in (each for entry in stock for each in entry.parameters):
+        if is_traceable_wrapper_subclass(parameter.tensor):
+            raise ValueError(
+                f"{parameter.name!r} is a {type(parameter.tensor).__name__}, several tensors behind one, which can't "
+                "be cut into rows. Quantize with bitsandbytes, whose weights are plain bytes, or after training."
+            )
 
 
 def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:
