@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +21,51 @@ class Hub:
 
     def __init__(self) -> None:
         self.taken: list[set[str]] = []
+        self.is_away = False
 
     def create_repo(self, name: str, **options: Any) -> Any:
+        self._reach()
         return type("Url", (), {"repo_id": f"us/{name}"})()
 
     def upload_folder(self, folder_path: str, **options: Any) -> Future[None]:
+        self._reach()
         self.taken.append({path.name for path in Path(folder_path).iterdir()})
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
+    def _reach(self) -> None:
+        if self.is_away:
+            raise ConnectionError("the Hub is away")
+
+
+@contextmanager
+def hub() -> Iterator[Hub]:
+    """Put a Hub in the place of the real one."""
+    import transformers.trainer
+
+    found, stock = Hub(), transformers.trainer.hf_api
+    transformers.trainer.hf_api = lambda *args, **options: found
+    try:
+        yield found
+    finally:
+        transformers.trainer.hf_api = stock
+
+
+PUSHES = Case(arguments={"push_to_hub": True, "hub_model_id": "us/tiny", "save_strategy": "steps", "save_steps": 2})
+SHARD = {"persist_below": 50, "stage": 3}
+
 
 def pushes(folder: str) -> tuple[list[set[str]], bool]:
     import torch
-    import transformers.trainer
     from safetensors.torch import load_file
 
-    hub, stock = Hub(), transformers.trainer.hf_api
-    transformers.trainer.hf_api = lambda *args, **options: hub
-    try:
-        asked = {"push_to_hub": True, "hub_model_id": "us/tiny", "save_strategy": "steps", "save_steps": 2}
-        trainer = trainer_of(Case(arguments=asked), folder, {"persist_below": 50, "stage": 3})
+    with hub() as taking:
+        trainer = trainer_of(PUSHES, folder, SHARD)
         trainer.train()
         trainer.push_to_hub()
-    finally:
-        transformers.trainer.hf_api = stock
     state, saved = whole_state(trainer.model), load_file(f"{folder}/model.safetensors")
-    return hub.taken, all(torch.equal(saved[name], state[name]) for name in saved)
+    return taking.taken, all(torch.equal(saved[name], state[name]) for name in saved)
 
 
 def test_what_is_pushed_is_the_whole_model_and_the_first_rank_alone_pushes(ranks, tmp_path):
@@ -54,3 +74,33 @@ def test_what_is_pushed_is_the_whole_model_and_the_first_rank_alone_pushes(ranks
     assert len(taken) >= 2  # from checkpoints, and at the end
     assert all("model.safetensors" in files for files in taken)
     assert none == []
+
+
+def is_away(folder: str) -> list[str]:
+    """Let the Hub be away when a Trainer is made, at a checkpoint and at the end; go on after each, as scripts do."""
+    said: list[str] = []
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except ConnectionError as error:
+            said.append(str(error))
+
+    with hub() as taking:
+        taking.is_away = True
+        attempt(lambda: trainer_of(PUSHES, folder, SHARD))
+        taking.is_away = False
+        trainer = trainer_of(PUSHES, folder, SHARD)
+        taking.is_away = True
+        attempt(trainer.train)
+        trainer.evaluate()
+        attempt(trainer.push_to_hub)
+        taking.is_away = False
+        trainer.push_to_hub()
+    return [*said, str(trainer.state.global_step), *(str(sorted(files)[:1]) for files in taking.taken)]
+
+
+def test_a_hub_that_is_away_is_the_same_error_on_every_rank_and_no_rank_waits(ranks, tmp_path):
+    first, second = ranks(2)(is_away, str(tmp_path), timeout=60)
+    assert first == [*["the Hub is away"] * 3, "2", "['README.md']"]
+    assert second == first[:4]

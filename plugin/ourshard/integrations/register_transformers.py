@@ -52,12 +52,15 @@ def _trainer_method(name: str, method: Callable[..., Any], trainer: Any, *args: 
     if not getattr(getattr(trainer, "accelerator", None), "is_ourshard", False):
         return method(trainer, *args, **kwargs)
     from ourshard.integrations import trainer as whole
-    from ourshard.integrations import trainer_loss, trainer_recovery, trainer_resume
+    from ourshard.integrations import trainer_hub, trainer_loss, trainer_recovery, trainer_resume
 
-    if name in seams.RECOVERY:
-        return trainer_recovery.train(method, trainer, *args, **kwargs)
-    others = {**dict.fromkeys(seams.RESUME, trainer_resume), **dict.fromkeys(seams.LOSS, trainer_loss)}
-    ours = others.get(name, whole)
+    others = (
+        (seams.RECOVERY, trainer_recovery),
+        (seams.RESUME, trainer_resume),
+        (seams.LOSS, trainer_loss),
+        (seams.HUB, trainer_hub),
+    )
+    ours = next((module for names, module in others if name in names), whole)
     return getattr(ours, name)(method, trainer, *args, **kwargs)
 
 

@@ -29,11 +29,15 @@ TRAINER: dict[str, tuple[str, ...]] = {
     "evaluation_loop": ("dataloader", "description"),
     "log": ("logs",),
     "train": ("resume_from_checkpoint",),
+    "init_hf_repo": ("token",),
+    "push_to_hub": ("commit_message",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
 }
 RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
 EVENTS = ("_evaluate", "_maybe_log_save_evaluate", "log")  # see `trainer_events.py`
 LOSS = ("compute_loss", "evaluation_loop")  # see `trainer_loss.py`
 RECOVERY = ("train",)  # see `trainer_recovery.py`
+HUB = ("init_hf_repo", "push_to_hub", "_push_from_checkpoint")  # see `trainer_hub.py`
 BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
 USED = {
     "_issue_warnings_after_load": ("load_result",),
