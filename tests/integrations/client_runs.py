@@ -82,17 +82,18 @@ def classifier(folder: str, shard: Shard) -> dict[str, Any]:
     from transformers import BertConfig, BertForSequenceClassification
 
     found = {}
-    for accumulation in (1, 2):
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    for name, accumulation, options in (("whole", 1, {}), ("accumulated", 2, {}), ("compiled", 1, compiled)):
         torch.manual_seed(0)
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         model = BertForSequenceClassification(BertConfig(vocab_size=VOCAB, num_labels=3, **sizes, **none))
-        more = {"gradient_accumulation_steps": accumulation, "learning_rate": 1e-3}
+        more = {"gradient_accumulation_steps": accumulation, "learning_rate": 1e-3, **options}
         case = Case(batch=8 // accumulation, steps=3, arguments=more)
         trainer = trainer_of(case, folder, shard, model, train_dataset=Sentences(24, 0, classes=3))
         trainer.train()
-        found[accumulation] = column(trainer, "loss", "grad_norm")
-    return {"whole": found[1], "accumulated": found[2]}
+        found[name] = column(trainer, "loss", "grad_norm")
+    return found
 
 
 def summarizer(folder: str, shard: Shard) -> dict[str, Any]:

@@ -5,9 +5,10 @@ Note [Ignored counts]
 The Trainer hands `num_items_in_batch`, the items of all ranks and micro-batches, to every model whose forward takes
 keyword arguments, and multiplies the loss by the number of ranks: the mean over ranks then is the mean over items. A
 model that does not look at the count (T5, BART, BERT: their losses are means of the batch they see) so gets a loss and
-gradients that grow with the ranks and with the accumulation steps. Therefore the first forward gets a count that knows
-whether it was used. Where it was not, the loss is weighted by the share that its batch has in the count: a mean over
-the batch's items so becomes a part of the mean over all, whatever the ranks' and micro-batches' sizes.
+gradients that grow with the ranks and with the accumulation steps. Therefore the first forward, which is not compiled,
+gets a count that knows whether it was used. Where it was not, the loss is weighted by the share that its batch has in
+the count: a mean over the batch's items so becomes a part of the mean over all, whatever the ranks' and micro-batches'
+sizes.
 """
 
 from __future__ import annotations
@@ -63,20 +64,19 @@ def compute_loss(  # noqa: PLR0917 - the Trainer's own parameters
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
-    """Weight a loss that ignores the count: Note [Ignored counts].
-
-    A compiled model is left alone, since tracing would not see the count's class.
-    """
+    """Weight a loss that ignores the count: Note [Ignored counts]."""
     outside = trainer.label_smoother is not None or trainer.compute_loss_func is not None  # which use it themselves
-    if num_items_in_batch is None or outside or not trainer.model_accepts_loss_kwargs or trainer.args.torch_compile:
+    if num_items_in_batch is None or outside or not trainer.model_accepts_loss_kwargs:
         return method(trainer, model, inputs, return_outputs, num_items_in_batch)
-    uses_count, used = _USES_COUNT.get(trainer), list[str]()
-    count = Count.of(num_items_in_batch, used) if uses_count is None else num_items_in_batch
-    result = method(trainer, model, inputs, return_outputs, count)
-    if uses_count is None:
-        uses_count = _USES_COUNT[trainer] = bool(used)
+    if trainer in _USES_COUNT:
+        result = method(trainer, model, inputs, return_outputs, num_items_in_batch)
+    else:
+        used = list[str]()
+        with torch.compiler.set_stance("force_eager"):  # a trace would not see the count's class
+            result = method(trainer, model, inputs, return_outputs, Count.of(num_items_in_batch, used))
+        _USES_COUNT[trainer] = bool(used)
         _say(trainer)
-    if uses_count:
+    if _USES_COUNT[trainer]:
         return result
     share = _items(trainer, inputs) / num_items_in_batch
     return (result[0] * share, result[1]) if return_outputs else result * share
