@@ -31,6 +31,7 @@ HOOKS = {
     "transformers.trainer": "register_transformers.trainer_class",
     "transformers.modeling_utils": "register_transformers.pretrained_model",
     "peft.peft_model": "register_transformers.peft_model",
+    "trl.generation.vllm_generation": "register_trl.vllm_generation",
 }
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.commands import free_port, run_cli
 
 pytest.importorskip("trl", reason="needs TRL: pip install -e '.[trl]'")
 
 from tests.integrations import trl_runs
+from tests.integrations.client_runs import apart, trainer_of
+from tests.integrations.trainer_runs import Case
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -56,3 +60,29 @@ def test_grpo_trains_as_under_stock_ddp(folder):
     """What a rank samples depends on the number of ranks, so the measure is DDP on as many."""
     stock = train(folder, ["grpo"], 2, {"ACCELERATE_USE_CPU": "true"})
     assert_same(train(folder, ["grpo"], 2, OURS), stock)
+
+
+def sent_to_vllm(folder: str, shard: dict[str, Any] | None) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what TRL would send to vLLM, which is not installed, of a trained model and of one with adapters."""
+    from trl.distributed import DistributedBackend
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    found = {}
+    for kind in (None, "lora"):
+        trainer = trainer_of(Case(steps=2, peft=kind), folder, shard)
+        trainer.train()
+        sender = object.__new__(VLLMGeneration)  # its constructor starts vLLM
+        sender.model, sender.accelerator = trainer.model, trainer.accelerator
+        sender._dist = DistributedBackend(trainer.accelerator)
+        found[str(kind)] = {name: weight.detach().clone() for name, weight in sender._iter_named_params()}
+        trainer.train()  # adapters are merged no more
+    return found
+
+
+def test_weights_on_their_way_to_vllm_are_whole_and_merged(ranks, tmp_path):
+    """X07."""
+    wanted = sent_to_vllm(str(tmp_path / "one"), None)
+    assert len(wanted["None"]) == len(wanted["lora"]) == 21
+    for found in ranks(2)(sent_to_vllm, str(tmp_path / "two"), {"stage": 3, "persist_below": 30}, timeout=60):
+        assert apart(found, wanted) < 2e-6
+        assert all(type(weight) is torch.Tensor for weight in found["None"].values())
