@@ -1,0 +1,94 @@
+"""Kinds of adapters that PEFT has, each trained, saved and opened again, on two ranks against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.client_runs import apart, column, trainer_of
+from tests.integrations.trainer_runs import Case, Tokens, llama, whole_state
+
+pytestmark = pytest.mark.ranks
+
+SHARD = {"persist_below": 50, "stage": 3}
+QUERIES = ["q_proj", "v_proj"]
+
+
+def config_of(kind: str) -> Any:
+    """Return the config of a kind; small ranks and blocks that divide 32."""
+    import peft
+
+    low = {"r": 4, "target_modules": QUERIES}
+    virtual = {"num_virtual_tokens": 5, "encoder_hidden_size": 32}
+    waves = {"n_frequency": 20, "target_modules": QUERIES}
+    made: dict[str, Callable[..., Any]] = {
+        "prefix": lambda **task: peft.PrefixTuningConfig(**virtual, prefix_projection=True, **task),
+        "vera": lambda **task: peft.VeraConfig(r=8, target_modules=QUERIES, projection_prng_key=3, **task),
+        "tokens": lambda **task: peft.LoraConfig(**low, trainable_token_indices=[3, 5, 7], **task),
+        "embedding": lambda **task: peft.LoraConfig(r=4, target_modules=["embed_tokens"], use_dora=True, **task),
+        "all linear": lambda **task: peft.LoraConfig(
+            r=4, target_modules="all-linear", use_rslora=True, bias="lora_only", **task
+        ),
+        "pissa": lambda **task: peft.LoraConfig(**low, init_lora_weights="pissa", **task),
+        "trained tokens": lambda **task: peft.TrainableTokensConfig(
+            token_indices=[3, 5, 7], target_modules=["embed_tokens"], **task
+        ),
+        "prompt encoder": lambda **task: peft.PromptEncoderConfig(**virtual, **task),
+        "adaption prompt": lambda **task: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, **task),
+        "loha": lambda **task: peft.LoHaConfig(**low, **task),
+        "lokr": lambda **task: peft.LoKrConfig(**low, **task),
+        "hra": lambda **task: peft.HRAConfig(**low, **task),
+        "randlora": lambda **task: peft.RandLoraConfig(**low, **task),
+        "oft": lambda **task: peft.OFTConfig(r=0, oft_block_size=8, target_modules=QUERIES, **task),
+        "boft": lambda **task: peft.BOFTConfig(boft_block_size=8, target_modules=QUERIES, **task),
+        "layer norm": lambda **task: peft.LNTuningConfig(target_modules=["input_layernorm"], **task),
+        "fourier": lambda **task: peft.FourierFTConfig(**waves, **task),
+        "vector bank": lambda **task: peft.VBLoRAConfig(num_vectors=16, vector_length=8, topk=2, **low, **task),
+    }
+    return made[kind](task_type="CAUSAL_LM")
+
+
+QUICK = ["prefix", "vera", "tokens"]
+OTHERS = [
+    *("embedding", "all linear", "pissa", "trained tokens", "prompt encoder", "adaption prompt", "loha", "lokr", "hra"),
+    *("randlora", "oft", "boft", "layer norm", "fourier", "vector bank"),
+]
+
+
+def trained(kind: str, folder: str, shard: dict[str, Any] | None) -> dict[str, Any]:
+    """Train, save, and open what was saved over a new base, without ourshard: the logits show what was kept."""
+    import peft
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), config_of(kind))
+    trainer = trainer_of(Case(steps=3, arguments={"learning_rate": 1e-3}), folder, shard, model)
+    trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    opened = peft.PeftModel.from_pretrained(llama(), folder).eval()
+    with torch.no_grad():
+        logits = opened(input_ids=Tokens(2, seed=9).tokens).logits
+    return {
+        "logs": column(trainer, "loss", "grad_norm"),
+        "state": whole_state(trainer.model),
+        "saved": load_file(f"{folder}/adapter_model.safetensors"),
+        "logits": logits,
+    }
+
+
+def trained_all(kinds: list[str], folder: str, shard: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    return {kind: trained(kind, f"{folder}/{kind}", shard) for kind in kinds}
+
+
+@pytest.mark.parametrize("kinds", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_each_kind_trains_saves_and_opens_as_in_one_process(ranks, tmp_path, kinds):
+    wanted = trained_all(kinds, str(tmp_path / "one"), None)
+    for found in ranks(2)(trained_all, kinds, str(tmp_path / "two"), SHARD, timeout=120):
+        for kind in kinds:
+            assert apart(found[kind], wanted[kind]) < 2e-6, kind
+            norms = [norm for _, norm in wanted[kind]["logs"]]
+            assert min(norms) > 0, kind
