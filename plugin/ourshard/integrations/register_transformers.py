@@ -52,12 +52,13 @@ def _trainer_method(name: str, method: Callable[..., Any], trainer: Any, *args: 
     if not getattr(getattr(trainer, "accelerator", None), "is_ourshard", False):
         return method(trainer, *args, **kwargs)
     from ourshard.integrations import trainer as whole
-    from ourshard.integrations import trainer_hub, trainer_loss, trainer_recovery, trainer_resume
+    from ourshard.integrations import trainer_evaluation, trainer_hub, trainer_loss, trainer_recovery, trainer_resume
 
     others = (
         (seams.RECOVERY, trainer_recovery),
         (seams.RESUME, trainer_resume),
         (seams.LOSS, trainer_loss),
+        (seams.EVALUATION, trainer_evaluation),
         (seams.HUB, trainer_hub),
     )
     ours = next((module for names, module in others if name in names), whole)

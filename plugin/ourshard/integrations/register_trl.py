@@ -20,7 +20,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 def vllm_generation(module: ModuleType) -> None:
     """Let `VLLMGeneration` hand out whole weights of a sharded model."""
-    cls = getattr(module, "VLLMGeneration", None)
+    cls: Any = getattr(module, "VLLMGeneration", None)
     method = getattr(cls, "_iter_named_params", None)
     if method is None or not hasattr(cls, "_fix_param_name_to_vllm"):
         return

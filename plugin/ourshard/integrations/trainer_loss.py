@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ourshard.integrations.trainer_evaluation import loss_of_rows, own_rows
+
 logger = logging.getLogger("ourshard")
 
 Method = Callable[..., Any]
@@ -64,21 +66,37 @@ def compute_loss(  # noqa: PLR0917 - the Trainer's own parameters
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
+    """Weight a loss that ignores the count, and compute that of an uneven last batch over its own rows."""
+
+    def loss_of(inputs: dict[str, Any], items: Any) -> Any:
+        return _weighted(method, trainer, model, inputs, return_outputs, items)
+
+    rows = own_rows(trainer, model, inputs) if return_outputs else None
+    kept = dict(inputs)  # the Trainer takes labels out of it
+    result = loss_of(inputs, num_items_in_batch)
+    if rows is None:
+        return result
+    return loss_of_rows(trainer, lambda *given: loss_of(*given)[0], kept, rows), result[1]
+
+
+def _weighted(  # noqa: PLR0917
+    method: Method, trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any
+) -> Any:
     """Weight a loss that ignores the count: Note [Ignored counts]."""
     outside = trainer.label_smoother is not None or trainer.compute_loss_func is not None  # which use it themselves
-    if num_items_in_batch is None or outside or not trainer.model_accepts_loss_kwargs:
-        return method(trainer, model, inputs, return_outputs, num_items_in_batch)
+    if items is None or outside or not trainer.model_accepts_loss_kwargs:
+        return method(trainer, model, inputs, return_outputs, items)
     if trainer in _USES_COUNT:
-        result = method(trainer, model, inputs, return_outputs, num_items_in_batch)
+        result = method(trainer, model, inputs, return_outputs, items)
     else:
         used = list[str]()
         with torch.compiler.set_stance("force_eager"):  # a trace would not see the count's class
-            result = method(trainer, model, inputs, return_outputs, Count.of(num_items_in_batch, used))
+            result = method(trainer, model, inputs, return_outputs, Count.of(items, used))
         _USES_COUNT[trainer] = bool(used)
         _say(trainer)
     if _USES_COUNT[trainer]:
         return result
-    share = _items(trainer, inputs) / num_items_in_batch
+    share = _items(trainer, inputs) / items
     return (result[0] * share, result[1]) if return_outputs else result * share
 
 
@@ -97,10 +115,3 @@ def _say(trainer: Any) -> None:
         logger.info(
             "%s takes num_items_in_batch and does not use it; its loss is weighted by each batch's share of it.", name
         )
-
-
-def evaluation_loop(method: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Drop the rows that fill up an uneven last batch. `Seq2SeqTrainer` keeps them, and counts them in metrics."""
-    if trainer.gather_function == trainer.accelerator.gather:
-        trainer.gather_function = trainer.accelerator.gather_for_metrics
-    return method(trainer, *args, **kwargs)

@@ -35,11 +35,13 @@ TRAINER: dict[str, tuple[str, ...]] = {
 }
 RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
 EVENTS = ("_evaluate", "_maybe_log_save_evaluate", "log")  # see `trainer_events.py`
-LOSS = ("compute_loss", "evaluation_loop")  # see `trainer_loss.py`
+LOSS = ("compute_loss",)  # see `trainer_loss.py`
+EVALUATION = ("evaluation_loop",)  # see `trainer_evaluation.py`
 RECOVERY = ("train",)  # see `trainer_recovery.py`
 HUB = ("init_hf_repo", "push_to_hub", "_push_from_checkpoint")  # see `trainer_hub.py`
 BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
 USED = {
+    "_get_num_items_in_batch": ("batch_samples", "device"),
     "_issue_warnings_after_load": ("load_result",),
     "_get_output_dir": ("trial",),
     "_save_rng_state": ("output_dir",),
