@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from ourshard.runtime.codec import BlockCodec
 # Elements of a tile. With 4 warps each thread holds 32: enough loads in flight, no spills.
 TILE_NUMEL = 4096
 WARPS = 4
-# From here on (Ada, Hopper) an NVIDIA device converts float32 to float8_e4m3fn and back.
+TOGETHER = 4  # parts of a sum whose loads are under way at once, where that divides their number
+# From here on (Ada, Hopper) an NVIDIA device converts float32 to float8_e4m3fn.
 FP8_CAPABILITY = (8, 9)
 _KINDS = {Codec.INT8: codec_kernels.INT8, Codec.INT4: codec_kernels.INT4, Codec.FP8: codec_kernels.FP8}
 
@@ -34,11 +36,12 @@ def encode(codec: BlockCodec, src: Tensor, out: Tensor, seed: int, parts: int) -
 
 
 def decode(codec: BlockCodec, src: Tensor, out: Tensor, parts: int) -> None:
-    _launch(codec, codec_kernels.decode, out, src, parts, FP8_CAST=_fp8_cast(src))
+    _launch(codec, codec_kernels.decode, out, src, parts)
 
 
 def decode_add(codec: BlockCodec, src: Tensor, acc: Tensor, scale: float, parts: int) -> None:
-    _launch(codec, codec_kernels.decode_add, acc, src, 1, float(scale), parts, FP8_CAST=_fp8_cast(src))
+    together = math.gcd(parts, TOGETHER)
+    _launch(codec, codec_kernels.decode_add, acc, src, 1, float(scale), parts, TOGETHER=together)
 
 
 def _fp8_cast(tensor: Tensor) -> bool:
