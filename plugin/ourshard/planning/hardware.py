@@ -54,6 +54,7 @@ class Hardware:
     forward_call: Span = (40e-6, 22e-6)  # seconds of the host to start one kernel from a module's forward
     backward_call: Span = (31e-6, 23e-6)  # and from autograd
     unit_call: Span = (190e-6, 10e-6)  # and of the runtime, to gather, use or reduce a unit
+    leaf_call: Span = (160e-6, 0.0)  # for each parameter of a unit that is reduced: hooks, and its gradient's copy
     nccl_drag: float = 0.37  # how much slower kernels compute while NCCL's run beside them
 
     def __post_init__(self) -> None:

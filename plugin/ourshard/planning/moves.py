@@ -72,3 +72,4 @@ class Move:
     visit: Visit | None = None
     host_nbytes: int = 0  # as `nbytes`, but in host memory
     disk_nbytes: int = 0  # of these, what comes from a disk and goes back, with the optimizer's state
+    leaves: int = 0  # parameters whose gradients a reduction takes, one after the other on the host

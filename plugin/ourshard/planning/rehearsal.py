@@ -349,7 +349,8 @@ class Rehearsal:
         summed = sum(summed_nbytes(lane.planned) for lane in due)
         after = self._held[Kind.REDUCE]
         self._held[Kind.REDUCE] = max(most, after)
-        self._move(Does.REDUCE, unit, collectives=tuple(calls), nbytes=summed)
+        leaves = sum(parameter.requires_grad for parameter in unit.planned.parameters)
+        self._move(Does.REDUCE, unit, collectives=tuple(calls), nbytes=summed, leaves=leaves)
         self._held[Kind.REDUCE] = after
         self._pending.append(buffers)
         if len(self._pending) > self.buffers_in_flight:
@@ -394,7 +395,13 @@ class Rehearsal:
         *,
         host_nbytes: int = 0,
         disk_nbytes: int = 0,
+        leaves: int = 0,
     ) -> None:
         in_flight = sum(other.in_flight for other in self._units) + sum(self._pending) + self._pulled
         held = dict(self._held)
-        self.moves.append(Move(does, unit.index, held, in_flight, collectives, nbytes, visit, host_nbytes, disk_nbytes))
+        self.moves.append(
+            Move(
+                does, unit.index, held, in_flight, collectives, nbytes, visit,
+                host_nbytes=host_nbytes, disk_nbytes=disk_nbytes, leaves=leaves,
+            )
+        )  # fmt: skip

@@ -105,11 +105,12 @@ def plot_memory(rows: Sequence[Row], hardware: Hardware, path: Path) -> None:
         ha="center",
         va="bottom",
         fontsize=8,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the line
     )
     axes.invert_yaxis()
     axes.set_xlim(0, max(*left, hardware.memory / GIB) * 1.02)
     axes.set_xlabel("GiB on each GPU when most is allocated")
-    figure.legend(fontsize=8, ncols=6, loc="outside lower center", frameon=False)
+    figure.legend(fontsize=8, ncols=7, loc="outside lower center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)

@@ -100,6 +100,7 @@ class _Clocks:
         for move in moves:
             if move.does in (Does.GATHER, Does.USE, Does.REDUCE):
                 self.host += self.reach.of(self.hardware.unit_call)
+            self.host += move.leaves * self.reach.of(self.hardware.leaf_call)
             self._acts[move.does](self, move)
 
     def snapshot(self) -> dict[str, float]:
