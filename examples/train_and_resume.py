@@ -30,7 +30,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--save_every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--batch_size", type=int, default=8, help="rows of a step over all processes")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of output_dir")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.resume and (args.output_dir / "checkpoints").is_dir():
+        parser.error(f"{args.output_dir} has checkpoints: go on from them with --resume, or give another --output_dir.")
+    return args
 
 
 class Progress:
