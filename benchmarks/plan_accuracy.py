@@ -90,22 +90,55 @@ def _predict(engine: str, work: str, card: str, world: int) -> Row:
     return planner(work, card, world).row(config)
 
 
+def print_runs(seen: list[Comparison]) -> None:
+    """Print a line for each run."""
+    print("| card | work | engine | step ms | predicted | error | peak GiB | predicted | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for each in seen:
+        measured = each.measured
+        print(
+            f"| {_head(each)} | {measured['step_ms']:.1f} | {_predicted_ms(each)} | {each.time_error:+.1%} "
+            f"| {measured['peak_gib']:.2f} | {each.predicted.memory.peak / GIB:.2f} | {each.memory_error:+.1%} |"
+        )
+
+
+def print_works(seen: list[Comparison]) -> None:
+    """Print a line for each work and engine, with the least and the most of its runs."""
+    print("| card | work | engine | runs | step ms | predicted | error | peak GiB | predicted | error |")
+    print("|---|---|---|---:|---|---|---|---|---|---|")
+    for head in dict.fromkeys(_head(each) for each in seen):
+        runs = [each for each in seen if _head(each) == head]
+        predicted = runs[0].predicted.memory.peak / GIB
+        print(
+            f"| {head} | {len(runs)} | {_span([each.measured['step_ms'] for each in runs], '.1f')} "
+            f"| {_predicted_ms(runs[0])} | {_span([each.time_error for each in runs], '+.1%')} "
+            f"| {_span([each.measured['peak_gib'] for each in runs], '.2f')} | {predicted:.2f} "
+            f"| {_span([each.memory_error for each in runs], '+.1%')} |"
+        )
+
+
+def _head(seen: Comparison) -> str:
+    measured = seen.measured
+    return f"{CARDS[measured['card']]} x {measured['world']} | {measured['work']} | {measured['engine']}"
+
+
+def _predicted_ms(seen: Comparison) -> str:
+    best, worst = (1e3 * seconds for seconds in seen.predicted.seconds)
+    return f"{seen.predicted.timing.total * 1e3:.1f} ({best:.1f} to {worst:.1f})"
+
+
+def _span(values: list[float], how: str) -> str:
+    least, most = format(min(values), how), format(max(values), how)
+    return least if least == most else f"{least} to {most}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--by-work", action="store_true", help="a line for each work and engine, not for each run")
     options = parser.parse_args()
-    print("| card | work | engine | step ms | predicted | error | peak GiB | predicted | error |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for result in results(options.results):
-        seen = Comparison(result, predict(result))
-        best, worst = (1e3 * seconds for seconds in seen.predicted.seconds)
-        print(
-            f"| {CARDS[result['card']]} x {result['world']} | {result['work']} | {result['engine']} "
-            f"| {result['step_ms']:.1f} | {seen.predicted.timing.total * 1e3:.1f} ({best:.1f} to {worst:.1f}) "
-            f"| {seen.time_error:+.1%} | {result['peak_gib']:.2f} | {seen.predicted.memory.peak / GIB:.2f} "
-            f"| {seen.memory_error:+.1%} |",
-            flush=True,
-        )
+    seen = [Comparison(result, predict(result)) for result in results(options.results)]
+    (print_works if options.by_work else print_runs)(seen)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ _COLUMNS = ("GiB", "states", "params", "grads", "activ.", "GiB in node", "betwee
 
 def as_table(rows: Sequence[Row], hardware: Hardware, chosen: Row | None) -> Table:
     """Return the rows as a rich table; the chosen one is marked."""
-    title = f"{hardware.gpus} x {hardware.name} in {hardware.nodes} node(s), {hardware.memory / GIB:.0f} GiB each"
+    nodes = "1 node" if hardware.nodes == 1 else f"{hardware.nodes} nodes"
+    title = f"{hardware.gpus} x {hardware.name} in {nodes}, {hardware.memory / GIB:.0f} GiB each"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("configuration")
