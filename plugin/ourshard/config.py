@@ -373,10 +373,9 @@ def plain_value(key: str, value: Any) -> Any:
     """
     hints = config_keys()
     if key not in hints:
-        inner = [name.removeprefix(f"{key}.") for name in hints if name.startswith(f"{key}.")]
-        if inner:
-            raise ValueError(f"{key}: expected keys and values, got {value!r}. Its keys: {', '.join(inner)}.")
-        raise ValueError(f"Unknown key {key!r} in the ourshard config.{nearest(key, hints)}")
+        inner = ", ".join(name.removeprefix(f"{key}.") for name in hints if name.startswith(f"{key}."))
+        unknown = f"Unknown key {key!r} in the ourshard config.{nearest(key, hints)}"
+        raise ValueError(f"{key}: expected keys and values, got {value!r}. Its keys: {inner}." if inner else unknown)
     if key.endswith("_dtype"):
         return dtype_name(value, key)
     return _plain(_convert(hints[key], value, key))

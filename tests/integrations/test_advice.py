@@ -158,6 +158,9 @@ def test_beside_a_gpu_what_leaves_it_is_weighed_last_and_what_is_on_the_host_com
     assert "would fit: offload.optimizer: cpu saves" in explain(model, recomputed, mesh, missing=10, **on_gpu)
     assert "offload" not in explain(model, recomputed, mesh, missing=10, allocated=size)
 
+    graphs = stage3.replace(cuda_graph=True)  # goes with neither
+    assert "use a smaller batch" in explain(model, graphs, mesh, missing=10, **on_gpu)
+
     offloaded = stage3.replace(offload={"optimizer": "cpu", "params": "cpu"})
     text = explain_host(model, offloaded, mesh, missing=10)
     assert "would fit: offload.optimizer: none saves" in text

@@ -10,7 +10,7 @@ import pytest
 from ourshard.config import ShardConfig
 from ourshard.planning.hardware import hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
-from ourshard.planning.plan import Planner, Row, Workload
+from ourshard.planning.plan import Planner, Row, Workload, candidates, offloaded
 
 pytest.importorskip("transformers")
 
@@ -64,3 +64,10 @@ def test_a_model_that_can_not_be_run_says_so_in_one_line(tmp_path: Path) -> None
     batch = make_batch(model, 2, 64, dict([parse_input("pixel_values=2x1x32x32:float32")]))
     with pytest.raises(ValueError, match=r"ViTForImageClassification could not .* pixel_values of 2x1x32x32.* channel"):
         Planner(model, Workload(batch), hardware_of("h100", 1)).row(ShardConfig())
+
+
+def test_only_what_goes_with_the_keys_that_are_kept_is_compared() -> None:
+    configs = list(candidates(ShardConfig(cuda_graph=True), hardware_of("h100", 16, 2)))
+    assert {config.stage for config in configs} == {0, 1, 2, 3}
+    assert not any(config.activation_checkpointing or config.shard_optimizer_over == "all" for config in configs)
+    assert list(offloaded(ShardConfig(cuda_graph=True), hardware_of("h100", 16, 2))) == []

@@ -18,6 +18,7 @@ from ourshard.planning.memory import Memory, memory_of
 from ourshard.planning.moves import MeshSizes
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.trace import Visit
+from ourshard.planning.variants import variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +57,40 @@ def changes(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Chan
     now = runtime_memory(model, config, mesh).peak
     found = []
     for key, value, changed, sizes, price in _alternatives(config, mesh):
+        if changed is None:  # does not go with what else the config says
+            continue
         saves = now - runtime_memory(model, changed, sizes).peak
         if saves > 0:
             found.append(Change(key, value, saves, price))
     return found
 
 
-def _alternatives(config: ShardConfig, mesh: MeshSizes) -> Iterator[tuple[str, str, ShardConfig, MeshSizes, str]]:
+def _alternatives(
+    config: ShardConfig, mesh: MeshSizes
+) -> Iterator[tuple[str, str, ShardConfig | None, MeshSizes, str]]:
     """Yield (key, value, config, mesh, price) for what can be changed, from no price to a high one."""
     sharded = MeshSizes(mesh.world, node=mesh.node)
     if mesh.shard == 1 and config.stage > 0:
-        yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
+        yield "shard_size", "null", variant(config, shard_size=None), sharded, "gathers leave the node"
         return
     if config.stage in (0, 1):
-        yield "stage", "2", config.replace(stage=2), mesh, "no more bytes on the wire"
+        yield "stage", "2", variant(config, stage=2), mesh, "no more bytes on the wire"
     if config.accumulate is Accumulate.DEFERRED and config.stage >= 2:
-        change = config.replace(accumulate="sharded")
+        change = variant(config, accumulate="sharded")
         yield "accumulate", "sharded", change, mesh, "a reduction for each micro-batch"
     if config.stage < 3:
-        yield "stage", "3", config.replace(stage=3), mesh, "half again as many bytes on the wire"
+        yield "stage", "3", variant(config, stage=3), mesh, "half again as many bytes on the wire"
     if config.stage == 3 and not config.reshard_after_forward:
-        change = config.replace(reshard_after_forward=True)
+        change = variant(config, reshard_after_forward=True)
         yield "reshard_after_forward", "true", change, mesh, "half again as many bytes on the wire"
     if config.secondary_shard_size is not None:
-        change, sizes = config.replace(secondary_shard_size=None), MeshSizes(mesh.shard, mesh.replicate)
+        change, sizes = variant(config, secondary_shard_size=None), MeshSizes(mesh.shard, mesh.replicate)
         yield "secondary_shard_size", "null", change, sizes, "gathers of backward leave the node"
     if mesh.replicate > 1 and config.stage > 0 and config.shard_optimizer_over == "shard":
-        change = config.replace(shard_optimizer_over="all")
+        change = variant(config, shard_optimizer_over="all")
         yield "shard_optimizer_over", "all", change, mesh, "no more bytes on the wire"
     if mesh.replicate > 1 and config.stage > 0:
-        yield "shard_size", "null", config.replace(shard_size=None), sharded, "gathers leave the node"
+        yield "shard_size", "null", variant(config, shard_size=None), sharded, "gathers leave the node"
 
 
 def offloads(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Change]:
@@ -98,7 +103,10 @@ def offloads(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Cha
     ):
         if config.stage == 0 or (key == "offload.params" and config.stage < 3):
             continue
-        there = runtime_memory(model, config.replace(offload=tiers), mesh)
+        moved = variant(config, offload=tiers)
+        if moved is None:
+            continue
+        there = runtime_memory(model, moved, mesh)
         if now > there.peak and getattr(config.offload, key.partition(".")[2]) is Tier.NONE:
             price = f"the optimizer steps on the CPU, with {readable(there.host)} of host memory a rank"
             found.append(Change(key, "cpu", now - there.peak, price))
@@ -135,7 +143,8 @@ def _cheapest(
     """Name the first change that saves `missing` bytes: of sharding, then recomputation, then what leaves a GPU."""
     found = changes(model, config, mesh)
     text = _first_enough(found, missing)
-    if text is None and not config.activation_checkpointing and activations > missing:
+    recomputed = variant(config, activation_checkpointing=True) if not config.activation_checkpointing else None
+    if text is None and recomputed is not None and activations > missing:
         text = "The cheapest change that would fit: activation_checkpointing: true (a third more compute)."
     if text is None and on_gpu:
         moved = offloads(model, config, mesh)

@@ -21,6 +21,7 @@ from ourshard.planning.moves import MeshSizes, Move
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import Timing, group_of, simulate
 from ourshard.planning.trace import Trace, UnitParts, trace
+from ourshard.planning.variants import variant
 from ourshard.runtime.links import assumed
 from ourshard.runtime.mesh import node_size
 
@@ -97,14 +98,18 @@ def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
                 if (stage == 0 and size is not None) or not _goes_with(base, stage):
                     continue
                 changes: dict[str, Any] = {"stage": stage, "shard_size": size, "activation_checkpointing": recompute}
-                yield base.replace(**changes, reshard_after_forward=True)
+                more: list[dict[str, Any]] = [{"reshard_after_forward": True}]
                 if stage == 3:
-                    yield base.replace(**changes, reshard_after_forward=False)
+                    more.append({"reshard_after_forward": False})
                     if size is not None and base.shard_optimizer_over == "shard":
-                        yield base.replace(**changes, reshard_after_forward=True, shard_optimizer_over="all")
-                    ranks = mesh_of(base.replace(**changes), hardware).shard
+                        more.append({"reshard_after_forward": True, "shard_optimizer_over": "all"})
+                    ranks = mesh_of(base.replace(stage=3, shard_size=size), hardware).shard
                     if second is not None and 1 < second < ranks and ranks % second == 0:
-                        yield base.replace(**changes, reshard_after_forward=True, secondary_shard_size=second)
+                        more.append({"reshard_after_forward": True, "secondary_shard_size": second})
+                for each in more:
+                    config = variant(base, **changes, **each)
+                    if config is not None:
+                        yield config
 
 
 def offloaded(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
@@ -112,7 +117,8 @@ def offloaded(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
     if base.offload.active:
         return
     for tiers in ({"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}):
-        for config in candidates(base.replace(offload=tiers), hardware):
+        moved = variant(base, offload=tiers)
+        for config in candidates(moved, hardware) if moved is not None else ():
             if config.reshard_after_forward:
                 yield config
 
