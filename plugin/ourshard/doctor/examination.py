@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ourshard.doctor.finding import Finding, Verdict, run, worst
 from ourshard.doctor.machine import look_at_gpus, look_at_limits, look_at_memory
-from ourshard.doctor.ranks import measure_clocks, measure_collectives
+from ourshard.doctor.ranks import measure_clocks, measure_collectives, meet
 from ourshard.doctor.speed import measure_adamw, measure_disk
 from ourshard.doctor.training import check_training
 from ourshard.doctor.versions import look_at_versions
@@ -101,7 +101,7 @@ def _on_this_rank(device: torch.device, folder: Path) -> list[Finding]:
 def _together(device: torch.device, world: int) -> list[Finding]:
     """Measure what ranks do at the same time; rank 0 alone returns what is the same for all."""
     if world > 1:
-        dist.barrier()
+        meet(device)
     found = run("AdamW on the host", lambda: measure_adamw(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if world == 1:
         text = "one process: no collective was measured; see --processes, or start it with a launcher"

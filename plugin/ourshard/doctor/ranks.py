@@ -52,12 +52,17 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 def _timed(work: Callable[[], Any], count: int, device: torch.device) -> float:
     _wait(device)
-    dist.barrier()
+    meet(device)
     began = time.perf_counter()
     for _ in range(count):
         work()
     _wait(device)
     return time.perf_counter() - began
+
+
+def meet(device: torch.device) -> None:
+    """Wait for all ranks, over the card of this one; unnamed, torch warns that it has to guess it."""
+    dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
 
 
 def _wait(device: torch.device) -> None:
