@@ -86,7 +86,7 @@ def measure_adamw(local_ranks: int) -> list[Finding]:
     rate = steps * _NUMEL / (time.perf_counter() - began)
     threads, cores = idle_cores(local_ranks)
     values = {"elements_per_s": rate, "threads": threads, "cores_per_rank": cores}
-    text = f"{rate / 1e6:,.0f} million elements/s a rank, with {threads} of about {cores} {'core' if cores == 1 else 'cores'}"
+    text = f"{rate / 1e6:,.0f} million elements/s a rank; it has {threads} threads and about {cores} of the cores"
     if 2 * threads <= cores:
         fix = f"OMP_NUM_THREADS={cores} (launchers set 1), if the optimizer is to be offloaded"
         return [Finding("AdamW on the host", text, Verdict.NOTE, fix, values)]
