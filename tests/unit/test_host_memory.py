@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from ourshard.config import OffloadConfig, Tier
 from ourshard.runtime import host as host_module
-from ourshard.runtime.host import HostMemory
+from ourshard.runtime.host import HostMemory, memory_for_offload
 
 PAGE = 4096
 GPU = torch.device("cuda", 0)
@@ -37,7 +38,6 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(limit=10_000)
-    monkeypatch.setattr(host_module, "_warn_of_idle_cores", lambda: None)
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(cudart=lambda: made))
     return made
 
@@ -92,5 +92,5 @@ def test_idle_cores_are_named(cores: int, ranks: int, said: str | None, caplog: 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with caplog.at_level(logging.WARNING, "ourshard"):
-        HostMemory(GPU, pin=False)
+        memory_for_offload(OffloadConfig(optimizer=Tier.CPU, pin_memory=False), GPU)
     assert (said in caplog.text) if said else not caplog.records

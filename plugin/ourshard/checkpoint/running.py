@@ -194,15 +194,16 @@ def skips(engine: Engine) -> bool:
 def _take(engine: Engine, optimizers: list[Optimizer], client_state: Mapping[str, Any], *, copied: bool) -> _Taken:
     """Return what this rank writes, and rank 0's description; with `copied` nothing of it is training's any more."""
     portions, buffers = portions_of(engine), buffers_of(engine)
-    staging = BACKGROUND.staging
-    if copied:
-        staging.begin()
-    boxes, rest = _boxes(engine, portions, buffers, optimizers, staging.to_host if copied else on_host)
+
+    def take(to_host: ToHost) -> tuple[Boxes, dict[str, dict[str, Any]]]:
+        return _boxes(engine, portions, buffers, optimizers, to_host)
+
+    boxes, rest = BACKGROUND.staging.copy(engine.mesh.device, take) if copied else take(on_host)
     found = _describe(engine, portions, buffers, optimizers, boxes)
     found = dataclasses.replace(found, param_state=rest, client_state=client_state)
     if not copied:
         return _Taken(boxes, found, lambda: None)
-    return _Taken(boxes, copy.deepcopy(found), staging.finish())
+    return _Taken(boxes, copy.deepcopy(found), BACKGROUND.staging.finish())
 
 
 class _Taken(NamedTuple):

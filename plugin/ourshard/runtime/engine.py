@@ -26,7 +26,7 @@ from ourshard.runtime.disk import Disk
 from ourshard.runtime.graphs import GraphedForward
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, forward_on_stack, hook_outputs
-from ourshard.runtime.host import HostMemory
+from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_flight import InFlight
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
@@ -88,7 +88,7 @@ class Engine:
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger)
-        self.host = HostMemory(mesh.device, config.offload.pin_memory) if config.offload.active else None
+        self.host = memory_for_offload(config.offload, mesh.device)
         self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
         self.without_peers = ""  # why there are none

@@ -1,4 +1,4 @@
-"""Host memory for masters and gradients of offloaded lanes: page-aligned, of exact size, pinned where it can be.
+"""Host memory for offloaded lanes and staged saves: page-aligned, of exact size, pinned where it can be.
 
 Note [Masters on the host]
 --------------------------
@@ -24,23 +24,34 @@ import weakref
 
 import torch
 
+from ourshard.config import OffloadConfig
+
 logger = logging.getLogger("ourshard")
 
 _PAGE = 4096
 
 
 class HostMemory:
-    """Makes host buffers for one engine. On a machine without CUDA nothing is pinned."""
+    """Makes host buffers, which stay pinned as long as it lives. On a machine without CUDA nothing is pinned.
 
-    def __init__(self, device: torch.device, pin: bool) -> None:
+    `user` and `advice` are for the warning where the system refuses to pin: whose memory it is, and what else to do.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        pin: bool,
+        *,
+        user: str = "offload",
+        advice: str = ", or set offload.pin_memory to false",
+    ) -> None:
         self.nbytes = 0  # taken
         self.pinned_nbytes = 0
         self._device = device
         self._pin = pin and device.type == "cuda"
+        self._user, self._advice = user, advice
         self._registered: list[torch.Tensor] = []
         weakref.finalize(self, _unregister, self._registered).atexit = False
-        if device.type == "cuda":
-            _warn_of_idle_cores()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a zeroed buffer of `numel` elements that starts on a page."""
@@ -62,12 +73,23 @@ class HostMemory:
         self._pin = False
         _forget_error(self._device)
         logger.warning(
-            "offload: the system refused to pin %.1f MiB of host memory (CUDA error %d, after %.1f MiB); going on with "
-            "pageable memory, which copies slower. Raise `ulimit -l`, or set offload.pin_memory to false.",
+            "%s: the system refused to pin %.1f MiB of host memory (CUDA error %d, after %.1f MiB); going on with "
+            "pageable memory, which copies slower. Raise `ulimit -l`%s.",
+            self._user,
             buffer.nbytes / 2**20,
             int(code),
             self.pinned_nbytes / 2**20,
+            self._advice,
         )
+
+
+def memory_for_offload(offload: OffloadConfig, device: torch.device) -> HostMemory | None:
+    """Return what makes an engine's host buffers; None where nothing is offloaded."""
+    if not offload.active:
+        return None
+    if device.type == "cuda":
+        _warn_of_idle_cores()
+    return HostMemory(device, offload.pin_memory)
 
 
 def _warn_of_idle_cores() -> None:
