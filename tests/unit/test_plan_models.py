@@ -71,3 +71,12 @@ def test_only_what_goes_with_the_keys_that_are_kept_is_compared() -> None:
     assert {config.stage for config in configs} == {0, 1, 2, 3}
     assert not any(config.activation_checkpointing or config.shard_optimizer_over == "all" for config in configs)
     assert list(offloaded(ShardConfig(cuda_graph=True), hardware_of("h100", 16, 2))) == []
+
+
+def test_a_step_that_is_replayed_does_not_wait_for_the_host(tmp_path: Path) -> None:
+    row = plan(tmp_path, MODELS["images"], 2, 1)
+    replayed = plan(tmp_path, MODELS["images"], 2, 1, cuda_graph=True)
+    assert row.timing.starved > 0 == pytest.approx(replayed.timing.starved)
+    assert replayed.timing.total < row.timing.total
+    assert replayed.name == "stage 3, replayed"
+    assert replayed.memory.at_rest == replayed.memory.peak == row.memory.peak > row.memory.at_rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,6 +83,8 @@ def describe(config: ShardConfig) -> str:
         words.append(f"second shard over {config.secondary_shard_size}")
     if config.activation_checkpointing:
         words.append("recomputed")
+    if config.cuda_graph:
+        words.append("replayed")
     places = {"optimizer": config.offload.optimizer, "parameters": config.offload.params}
     words.extend(f"{name} on {tier.value}" for name, tier in places.items() if tier is not Tier.NONE)
     return ", ".join(words)
@@ -154,8 +157,12 @@ class Planner:
         moves = self._rehearse(planned, config, mesh, peer)
         optimizer = OPTIMIZERS[self.workload.optimizer]
         memory = memory_of(planned, moves, optimizer, inputs=self.workload.batch.nbytes)
+        hardware = self.hardware
+        if config.cuda_graph:
+            hardware = hardware.replaying()
+            memory = dataclasses.replace(memory, at_rest=memory.peak)  # graphs give nothing back between steps
         middle, best, worst = (
-            simulate(moves, mesh, self.hardware, optimizer, reach, peer=peer)
+            simulate(moves, mesh, hardware, optimizer, reach, peer=peer)
             for reach in (Reach.MIDDLE, Reach.BEST, Reach.WORST)
         )
         tokens = self.workload.batch.tokens * self.workload.micro_batches * self.hardware.gpus
