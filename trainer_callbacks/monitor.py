@@ -26,7 +26,8 @@ from torch import nn
 logger = logging.getLogger("ourshard")
 
 MB = 10**6
-WAITS = {"exposed_gather_ms": Spent.GATHER, "exposed_reduce_ms": Spent.REDUCE, "agree_ms": Spent.AGREE}
+AGREE = {"agree_ms": Spent.AGREE}
+WAITS = {"exposed_gather_ms": Spent.GATHER, "exposed_reduce_ms": Spent.REDUCE, **AGREE}
 
 
 @dataclass(slots=True)
@@ -186,7 +187,8 @@ class ShardMonitorCallback(ShardTrainerCallback):
         if engine is not None and engine.measuring.meter is not None:
             totals, wire = engine.measuring.meter.totals(), Counter(engine.ledger.wire if engine.ledger else {})
             spent = since(totals, self._before[0])
-            mine.waits = {name: seconds_of(spent, kind) for name, kind in WAITS.items()}
+            kinds = AGREE if engine.config.cuda_graph else WAITS  # within a replay nothing can be measured
+            mine.waits = {name: seconds_of(spent, kind) for name, kind in kinds.items()}
             mine.wire = dict(wire - self._before[1])
             mine.memory = dict(engine.ledger.peak) if engine.ledger else {}
             self._before = totals, wire

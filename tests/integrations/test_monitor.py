@@ -47,8 +47,8 @@ def train(folder: str, shard: dict[str, Any] | None, world: int, watched: bool, 
     }
 
 
-def ranked(folder: str, watched: bool) -> dict[str, Any]:
-    return train(folder, {"stage": 3, "persist_below": 64}, 2, watched, logging_steps=2)
+def ranked(folder: str, watched: bool, **config: Any) -> dict[str, Any]:
+    return train(folder, {"stage": 3, "persist_below": 64, **config}, 2, watched, logging_steps=2)
 
 
 @pytest.mark.ranks
@@ -81,6 +81,15 @@ def test_the_summary_is_a_picture_and_a_page_of_rank_0(ranks: Any, tmp_path: Pat
     page = (tmp_path / "shard_monitor.html").read_text()
     for word in ("tokens_per_second", "mfu", "exposed_gather_ms", "memory_slot_mb", "all_gather/shard", "grad_norm"):
         assert f"<td>{word}" in page
+
+
+@pytest.mark.ranks
+def test_waits_that_a_replay_would_hide_are_left_out(ranks: Any, tmp_path: Path) -> None:
+    for log in ranks(2)(ranked, str(tmp_path), True, cuda_graph=True)[0]["logs"]:
+        assert log["agree_ms"] > 0
+        assert log["wire_mb"] > 0
+        assert not any(name.startswith("exposed") for name in log)
+    assert (tmp_path / "shard_monitor.html").is_file()
 
 
 def test_without_ourshard_it_has_the_speed(tmp_path: Path) -> None:
