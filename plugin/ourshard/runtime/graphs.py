@@ -322,12 +322,10 @@ class GraphedForward:
 
     def _capture(self, inputs: Inputs) -> bool:
         """Capture a key on all ranks, or on none; say why not. Collective."""
-        engine, why = self._engine, ""
-        assert self._stream is not None
+        engine, why, captured = self._engine, "", None
         bring_in_anew(engine)
-        captured = Captured(engine, self._stream, inputs)
         try:
-            captured.record(self._eager, sorted(self._graded[inputs.key]))
+            captured = self._recorded(inputs)
             engine.drop_gradients()
         except Exception as problem:
             cause = problem.__context__ or problem
@@ -335,12 +333,18 @@ class GraphedForward:
             engine.reset()
         found = [str(said) for said in engine.control.gather_objects(why, "capturing a step") if said]
         bring_in_anew(engine)
-        if found:
+        if found or captured is None:
             self._policy.refuse(inputs.key, found[0])
             self._say(found[0])
             return False
         self._policy.keep(inputs.key, captured)
         return True
+
+    def _recorded(self, inputs: Inputs) -> Captured:
+        assert self._stream is not None
+        captured = Captured(self._engine, self._stream, inputs)
+        captured.record(self._eager, sorted(self._graded[inputs.key]))
+        return captured
 
     def _replay(self, captured: Captured, inputs: Inputs) -> Any:
         bring_in_anew(self._engine)
