@@ -32,6 +32,12 @@ def _scattering(op: dist.ReduceOp.RedOpType) -> Any:
     return options
 
 
+def _finish(work: dist.Work | None) -> None:
+    """Wait for a synchronous collective; NCCL's is on the current stream, and torch 2.11 returns nothing for it."""
+    if work is not None:
+        work.wait()
+
+
 _GATHERING = _synchronous(dist.distributed_c10d.AllgatherOptions())
 _SUMMING, _AVERAGING = _scattering(dist.ReduceOp.SUM), _scattering(dist.ReduceOp.AVG)
 
@@ -80,7 +86,7 @@ class Collectives:
         self._count_others("all_gather", axis, whole.nbytes)
         assert axis.group is not None
         with self.control.waiting(f"gather of {label}", Spent.GATHER):
-            _gather(axis.group, _bytes(whole), _bytes(segment), _GATHERING).wait()
+            _finish(_gather(axis.group, _bytes(whole), _bytes(segment), _GATHERING))
 
     def reduce_scatter(
         self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str, mean: bool = False
@@ -91,7 +97,7 @@ class Collectives:
         self._count_others("reduce_scatter", axis, whole.nbytes)
         assert axis.group is not None
         with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
-            _scatter(axis.group, segment, whole, _AVERAGING if mean else _SUMMING).wait()
+            _finish(_scatter(axis.group, segment, whole, _AVERAGING if mean else _SUMMING))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, label: str) -> None:
         """Send one equal part of `sent` to each rank of the axis; `received` gets theirs, in the order of ranks."""

@@ -13,6 +13,7 @@ long as anyone holds a loss, and with them the stream that they were made on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -98,7 +99,7 @@ class Captured:
         before = engine.ledger.counts() if engine.ledger is not None else None
         with _quiet(engine):
             with self._capturing(self._forward), _no_casts_kept():
-                outputs = forward(*args, **kwargs)
+                outputs = forward(args, kwargs)
             self.after_forward = AfterForward(engine)
             leaves, self._out_spec = tree_flatten(outputs)
             if not all(isinstance(leaf, torch.Tensor) for leaf in leaves if leaf is not None):
@@ -117,21 +118,29 @@ class Captured:
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        streams, peer = self._engine.streams, self._engine.peer
+        streams = self._engine.streams
         current = torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 streams.fork()
-                if peer is not None:
-                    with streams.gather():
-                        peer.meet()
-                yield
-                if peer is not None:
-                    with streams.gather():
-                        peer.meet()
-                streams.join()
-        finally:
-            torch.cuda.set_stream(current)  # torch leaves the other one where a capture fails
+                try:
+                    self._meet()
+                    yield
+                    self._meet()
+                finally:
+                    streams.join()
+        except BaseException:
+            # Where CUDA gives a capture up, torch (2.11) leaves its stream current, and the allocator in the capture.
+            torch.cuda.set_stream(current)
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
+            raise
+
+    def _meet(self) -> None:
+        """Let staging of peers be used out of turn: a replay begins with the turn of the capture."""
+        if self._engine.peer is not None:
+            with self._engine.streams.gather():
+                self._engine.peer.meet()
 
     # ---- replays -------------------------------------------------------------------------------------------
 
