@@ -218,6 +218,13 @@ def _no_casts_kept() -> Iterator[None]:
         torch.set_autocast_cache_enabled(keeps)
 
 
+def _first_line(problem: BaseException) -> str:
+    """Return the error that came first: ending a capture that failed raises others."""
+    while problem.__context__ is not None:
+        problem = problem.__context__
+    return f"{type(problem).__name__}: {problem}".splitlines()[0]
+
+
 class GraphedForward:
     """The forward of a model whose steps become graphs: Note [Capturing]. Takes the place of `RootHooks`."""
 
@@ -337,8 +344,7 @@ class GraphedForward:
             captured = self._recorded(inputs)
             engine.drop_gradients()
         except Exception as problem:
-            cause = problem.__context__ or problem
-            why = f"it can't be captured ({type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''})"
+            why = f"it can't be captured ({_first_line(problem)})"
             engine.reset()
         found = [str(said) for said in engine.control.gather_objects(why, "capturing a step") if said]
         bring_in_anew(engine)
