@@ -117,9 +117,7 @@ class WrapConfig:
     classes: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     min_params: int = 0
-    merge: int | None = (
-        None  # bytes; neighbouring small units are gathered as one up to this; None: 64 MiB on GPUs, else 0
-    )
+    merge: int | None = None  # bytes up to which neighbouring units are gathered as one; None: 64 MiB on GPUs, else 0
     ignore: tuple[str, ...] = ()  # dotted module names whose parameters ourshard leaves alone
 
     def __post_init__(self) -> None:
@@ -198,7 +196,8 @@ class CommunicationConfig:
     stochastic_rounding: bool = False
     seed: int = 0  # of stochastic rounding
     block: int = 256  # elements that share one scale
-    node_size: int | None = None  # ranks that reduce coded gradients among themselves first; None: as launched
+    two_hop_gathers: bool = False  # weights go between nodes first, once to each node, then inside of it
+    node_size: int | None = None  # ranks of a node, for coded gradients and gathers in two hops; None: as launched
     transport: Transport = Transport.AUTO
 
     def __post_init__(self) -> None:
@@ -218,8 +217,10 @@ class CommunicationConfig:
             )
         if self.node_size is not None:
             _at_least(self.node_size, 1, "communication.node_size")
-            if self.gradients is Codec.NONE:
-                raise ValueError("communication.node_size is for communication.gradients: int8 or int4; set that too.")
+            if self.gradients is Codec.NONE and not self.two_hop_gathers:
+                raise ValueError("communication.node_size is for communication.gradients or two_hop_gathers; set one.")
+            if self.node_size == 1 and self.two_hop_gathers:
+                raise ValueError("communication.node_size: 1 leaves one hop, and two_hop_gathers asks for two.")
 
     @property
     def active(self) -> bool:

@@ -6,7 +6,7 @@ With words, only cases that have one of them in their name are run. Each case tr
 with the torch reference: losses and weights must have the same bits, on all ranks. Beside the exact run, losses stay
 within 1% and weights within `NEAR`; they differ, or nothing was coded. A secondary shard changes no bit. Two ranks make
 a node for it here, which no config allows, since it pays for nothing: the mesh is made by hand. Four ranks add two
-nodes and two replicas.
+nodes, two replicas, and gathers in two hops, which change no bit either.
 
 Slots are poisoned with NaN when they are released and secondary shards when they are stale, and torch fills new memory
 with NaN. `auto` must choose no codec where GPUs reach each other's memory, and says what it measured. Prints one line a
@@ -148,16 +148,22 @@ def cases() -> tuple[dict[str, Options], dict[str, str]]:
         found[f"{name}, secondary shard"] = {**found[name], **second}
         alike[f"{name}, secondary shard"] = name
     if dist.get_world_size() == 4:
-        found["int8 both, 2 nodes"] = coded(**both, node_size=2)
+        found[BOTH_2_NODES] = coded(**both, node_size=2)
         found["int4 gradients, 2 nodes"] = coded(gradients="int4", error_feedback=True, node_size=2)
         found["int8 both, 2 replicas"] = {**coded(**both), "shard_size": 2}
         found["int8 both, 2 replicas, masters over all"] = {**found["int8 both, 2 replicas"], **OVER_ALL}
         alike = {name: other for name, other in alike.items() if "both" not in name}  # those have two hops
+        hops = {"two_hop_gathers": True, "node_size": 2}
+        for name, options in (("exact", coded()), *((name, found[name]) for name in ("int8 weights", BOTH_2_NODES))):
+            communication = {**options["communication"], **hops}
+            found[f"{name}, two-hop gathers"] = {**options, "communication": communication}
+            alike[f"{name}, two-hop gathers"] = name
     found["int8 both, masters over all"] = {**coded(**both), **OVER_ALL}  # one copy: the same as over shard
     alike["int8 both, masters over all"] = "int8 both"
     return found, alike
 
 
+BOTH_2_NODES = "int8 both, 2 nodes"
 OVER_ALL: Options = {"shard_optimizer_over": "all"}
 
 
@@ -190,7 +196,8 @@ def reach_each_other() -> bool:
 
 def check_auto(device: torch.device) -> tuple[bool, str]:
     """Say whether `auto` chose as the links are: none where GPUs reach each other, int8 where NCCL must use sockets."""
-    run = train({"communication": {"weights": "auto", "gradients": "auto", "block": 256}}, device)
+    auto = {"weights": "auto", "gradients": "auto", "block": 256}
+    run = train({"communication": auto, "precision": {"param_dtype": "bfloat16"}}, device)
     fast = reach_each_other()
     wanted = "none none" if fast else "int8 int8"
     return run.codec == wanted, f"{'fast' if fast else 'slow'} links: chose {run.codec} ({run.chosen})"

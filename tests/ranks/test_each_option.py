@@ -53,6 +53,7 @@ CHANGED: dict[str, Any] = {
     "communication.stochastic_rounding": True,
     "communication.seed": 1,
     "communication.block": 128,
+    "communication.two_hop_gathers": True,
     "communication.node_size": 2,
     "communication.transport": "peer",
     "activation_checkpointing": True,

@@ -210,6 +210,17 @@ def test_a_rehearsal_of_coded_gradients_on_four_ranks_counts_what_the_ledger_cou
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("more", [{}, {**HALF, **INT8, "secondary_shard_size": 2}], ids=["exact", "int8, second shard"])
+def test_a_rehearsal_of_gathers_in_two_hops_counts_what_the_ledger_counts(
+    more: dict[str, Any], ranks: Callable[..., Any]
+) -> None:
+    communication = {**more.get("communication", {}), "two_hop_gathers": True, "node_size": 2}
+    values = {"stage": 3, **more, "communication": communication}
+    seen: Seen = ranks(4)(train, values, "large vocabulary", 2, timeout=90)[0]
+    compare(seen, *rehearse(values, "large vocabulary", 2, MeshSizes(4, node=2)))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["as it is", "16 bits, int8, frozen base", "on the host"])
 def test_a_rehearsal_with_a_secondary_shard_counts_what_the_ledger_counts(name: str, ranks: Callable[..., Any]) -> None:
     more, variant = {

@@ -166,7 +166,8 @@ ZERO = (
     refused("zero_optimization.zero_quantized_nontrainable_weights", "frozen weights stay in their own dtype at rest; "
             "load the base model in 8 or 4 bits (bitsandbytes), or use zero_quantized_weights for the traffic."),
     mapped("zero_optimization.mics_shard_size", "shard_size", "Above 0.", INT, read=_read_mics),
-    idle("zero_optimization.mics_hierarchical_params_gather", "Gathers stay inside the shard axis."),
+    mapped("zero_optimization.mics_hierarchical_params_gather", "communication.two_hop_gathers",
+           "It has an effect where the ranks that share a copy are on several nodes.", BOOL),
     idle("zero_optimization.model_persistence_threshold", "persist_below alone tells what stays whole; the start-up "
          "summary prints how much that is.", aliases=("zero_optimization.stage3_model_persistence_threshold",)),
     idle("zero_optimization.max_live_parameters", _SLOTS, aliases=("zero_optimization.stage3_max_live_parameters",)),

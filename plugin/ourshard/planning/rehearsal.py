@@ -32,6 +32,7 @@ from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
 from ourshard.planning.moves import Collective, Does, MeshSizes, Move
 from ourshard.planning.trace import Visit
 from ourshard.runtime.ledger import Kind
+from ourshard.runtime.mesh import gathers_in_two_hops
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
 
@@ -277,7 +278,7 @@ class Rehearsal:
         secondary = sum(lane.secondary_nbytes for lane in unit.planned.lanes)
         unit.has_secondary = secondary > 0
         cast = sum(cast_nbytes(lane) for lane in unit.planned.lanes) + 2 * secondary
-        message = max((lane.coded_nbytes for lane in unit.planned.lanes), default=0)
+        message = max((self._message_nbytes(lane) for lane in unit.planned.lanes), default=0)
         self._held[Kind.SLOT] += message  # while the gather runs
         self._move(Does.GATHER, unit, collectives=calls, nbytes=cast)
         self._held[Kind.SLOT] -= message
@@ -285,8 +286,22 @@ class Rehearsal:
     def _lane_gather(self, lane: PlannedLane, stale: bool) -> Iterator[Collective]:
         if lane.replicas > 1 and stale:
             yield Collective("all_gather", "replicate", lane.shard_numel * lane.compute_nbytes)
-        if not lane.placement.whole and self.mesh.shard > 1:
-            yield Collective("all_gather", "shard", lane.coded_nbytes or lane.full_nbytes)
+        nbytes = lane.coded_nbytes or lane.full_nbytes
+        if self._gathers_in_two_hops and not lane.placement.whole:
+            yield Collective("all_gather", "cross", nbytes // self.mesh.node)
+            yield Collective("all_gather", "node", nbytes)
+        elif not lane.placement.whole and self.mesh.shard > 1:
+            yield Collective("all_gather", "shard", nbytes)
+
+    def _message_nbytes(self, lane: PlannedLane) -> int:
+        """Return what a gather of a lane holds beside the slot: messages, and what came between two hops."""
+        if lane.placement.whole or not self._gathers_in_two_hops:
+            return lane.coded_nbytes
+        return lane.coded_nbytes + (lane.coded_nbytes or lane.full_nbytes) // self.mesh.node
+
+    @property
+    def _gathers_in_two_hops(self) -> bool:
+        return gathers_in_two_hops(self.config, self.mesh.node, self.mesh.cross)
 
     def _release(self, unit: _Unit) -> None:
         """Follow `Unit.release`."""

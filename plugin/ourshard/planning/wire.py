@@ -8,6 +8,8 @@ For a lane of P elements over W ranks in N nodes of n, `nbytes` the size of a co
 - quantized weights (qwZ): a gather of nbytes(P) instead of b P.
 - secondary shard (hpZ): all gathers of a step but the first run over the s ranks that share it: b P (s - 1) / s, inside
   the node (Note [Secondary shard] in runtime/secondary.py).
+- gathers in two hops (MiCS): between nodes b P (N - 1) / (N n), then b P (n - 1) / n in the node, where one hop sends
+  b P (W - 1) / W over an axis that leaves the node (Note [Two-hop gathers] in runtime/collectives.py).
 - quantized gradients (qgZ): an all-to-all of nbytes(P) in the node, sums in float32, then one of nbytes(P / n) between
   nodes (Wang et al., 2023, "ZeRO++", section 3). Over R replicas an all-to-all of messages and a gather of the coded
   means, of nbytes(P / W) each, the shard padded to whole blocks for each replica.
@@ -71,6 +73,7 @@ class Step:
     secondary_shard_size: int | None = None
     accumulate: Accumulate = Accumulate.SHARDED
     optimizer_over_all: bool = False  # masters over shard x replicate
+    two_hop_gathers: bool = False
     trainable: bool = True
 
     def __post_init__(self) -> None:
@@ -153,18 +156,27 @@ def between_nodes_nbytes(numel: int, axes: Axes, step: Step, transport: Transpor
 
 
 def _gathers(numel: int, axes: Axes, step: Step, transport: Transport) -> Iterator[Traffic]:
-    once = ring_nbytes(transport.whole_params(numel), axes.shard)
+    once = list(_gather_hops(transport.whole_params(numel), axes, step))
     if step.stage == 3:
         first = step.gathers if step.secondary_shard_size is None else 1
-        yield Traffic("all_gather", "shard", first * once, first)
+        yield from (Traffic("all_gather", axis, first * nbytes, first) for axis, nbytes in once)
         if step.secondary_shard_size is not None:  # it holds what the first gather decoded, in the compute dtype
             again, after = ring_nbytes(numel * transport.param_nbytes, step.secondary_shard_size), step.gathers - 1
             yield Traffic("all_gather", "node", after * again, after)
     elif step.stage in (1, 2) and step.trainable:
-        yield Traffic("all_gather", "shard", once)
+        yield from (Traffic("all_gather", axis, nbytes) for axis, nbytes in once)
     if step.optimizer_over_all and step.trainable and step.stage > 0:
         shard_nbytes = numel // axes.shard * transport.param_nbytes
         yield Traffic("all_gather", "replicate", ring_nbytes(shard_nbytes, axes.replicate))
+
+
+def _gather_hops(nbytes: int, axes: Axes, step: Step) -> Iterator[tuple[str, int]]:
+    """Yield (axis, bytes) of each hop of a gather of `nbytes`: between nodes and in the node, or one over all."""
+    if not step.two_hop_gathers or axes.node is None or axes.cross == 1 or axes.node == 1:
+        yield "shard", ring_nbytes(nbytes, axes.shard)
+        return
+    yield "cross", ring_nbytes(nbytes // axes.node, axes.cross)
+    yield "node", ring_nbytes(nbytes, axes.node)
 
 
 def _reductions(numel: int, axes: Axes, step: Step, transport: Transport) -> Iterator[Traffic]:

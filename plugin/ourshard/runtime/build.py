@@ -273,6 +273,8 @@ def _refuse_codecs(config: ShardConfig) -> None:
         )
     if config.communication.active and config.communication.transport is Transport.PEER:
         raise ValueError("communication.transport: peer copies move exact values; use auto or nccl with a codec.")
+    if config.communication.two_hop_gathers and config.communication.transport is Transport.PEER:
+        raise ValueError("communication.two_hop_gathers: peer copies are for the GPUs of one host; use auto or nccl.")
     tried = assumed(config, Codec.INT8, Codec.INT8).communication
     weight_codec(tried)  # checks the block
     gradient_codec(tried)

@@ -1,15 +1,33 @@
-"""The collectives of a lane: in place, counted, and named while they wait."""
+"""The collectives of a lane: in place, counted, and named while they wait.
+
+Note [Two-hop gathers]
+----------------------
+With `communication.two_hop_gathers`, where the shard axis spans N nodes of n ranks (`node` x `cross`, rank c n + i is
+rank i of node c), each gather over it is done in two steps. First over `cross`: each rank gets what its counterparts in
+the other nodes have. Then over `node`, one gather for each node's part of the whole, all in one call: a rank has one
+segment of each by then. For a lane of b bytes and W = N n ranks
+
+    sent by a rank      one hop, over `shard`     b (W - 1) / W, through whichever links the ring has
+                        two hops, over `cross`    b (N - 1) / (N n)
+                                  over `node`     b (n - 1) / n
+
+so that each byte goes once to each node, and the steps that wait for one another are N - 1 + n - 1, not W - 1. Between
+the hops a buffer of b / n bytes holds what came over `cross`.
+Source: Zhang et al., 2022, "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", section 3.3.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ourshard.config import ShardConfig
 from ourshard.runtime.control import Control
-from ourshard.runtime.ledger import Ledger
-from ourshard.runtime.mesh import Axis, speaks_nccl
+from ourshard.runtime.ledger import Kind, Ledger
+from ourshard.runtime.mesh import Axis, Mesh, gathers_in_two_hops, speaks_nccl
 from ourshard.runtime.meter import Spent
 from ourshard.runtime.peer import PeerCopies, Reduction
 
@@ -18,6 +36,9 @@ reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 # Lanes are gathered and reduced by the group's own methods, which spares the host what torch.distributed does around
 # them for every call: looking for modes, ranks outside of the group, coalescing, options. torch 2.13 renamed them.
 _gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_gather_several = (
+    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
+)
 _scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
@@ -49,11 +70,26 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)  # a 0-d one has no other bytes to view
 
 
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """The axes of a gather in two hops: Note [Two-hop gathers]."""
+
+    node: Axis
+    cross: Axis
+
+
+def hops_of(config: ShardConfig, mesh: Mesh) -> Hops | None:
+    """Return the axes of gathers over `shard`, where they go in two hops."""
+    two = gathers_in_two_hops(config, mesh.node.size, mesh.cross.size)
+    return Hops(mesh.node, mesh.cross) if two else None
+
+
 class Collectives:
     """Issue collectives on the current stream. Each is a no-op on an axis of one rank."""
 
-    def __init__(self, control: Control, ledger: Ledger | None) -> None:
+    def __init__(self, control: Control, ledger: Ledger | None, hops: Hops | None = None) -> None:
         self.control = control
+        self.hops = hops
         self.ledger = ledger
         self.peer: PeerCopies | None = None  # set by the engine, where copy engines can do it
 
@@ -83,10 +119,30 @@ class Collectives:
         """Fill `whole` with the `segment` of every rank; `segment` is this rank's part of `whole`."""
         if axis.size == 1:
             return
+        if self.hops is not None and axis.name == "shard":
+            self._gather_in_two_hops(whole, segment, self.hops, label)
+            return
         self._count_others("all_gather", axis, whole.nbytes)
         assert axis.group is not None
         with self.control.waiting(f"gather of {label}", Spent.GATHER):
             _finish(_gather(axis.group, _bytes(whole), _bytes(segment), _GATHERING))
+
+    def _gather_in_two_hops(self, whole: torch.Tensor, segment: torch.Tensor, hops: Hops, label: str) -> None:
+        """Follow Note [Two-hop gathers]. `whole` may be bytes or values."""
+        node, cross = hops.node, hops.cross
+        blocks = _bytes(whole).view(cross.size, node.size, -1)
+        # Made, used and freed on one stream, so that its allocator can give the bytes to the next gather.
+        came = blocks.new_empty(cross.size, blocks.size(-1))
+        self._hold(came.nbytes)
+        came[cross.rank].copy_(_bytes(segment).view(-1))
+        self.all_gather(came.view(-1), came[cross.rank], cross, label)
+        blocks[:, node.rank].copy_(came)
+        self._count_others("all_gather", node, whole.nbytes)
+        wholes, segments = [block.view(-1) for block in blocks], [block[node.rank] for block in blocks]
+        assert node.group is not None
+        with self.control.waiting(f"gather of {label}", Spent.GATHER):
+            _finish(_gather_several(node.group, wholes, segments, _GATHERING))
+        self._hold(-came.nbytes)
 
     def reduce_scatter(
         self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str, mean: bool = False
@@ -144,6 +200,10 @@ class Collectives:
     def _count_others(self, name: str, axis: Axis, nbytes: int) -> None:
         """Count `nbytes` but for this rank's own part of them."""
         self._count(name, axis, nbytes * (axis.size - 1) // axis.size)
+
+    def _hold(self, nbytes: int) -> None:
+        if self.ledger is not None:
+            self.ledger.hold(Kind.SLOT, nbytes)
 
     def _count(self, name: str, axis: Axis, nbytes: int) -> None:
         if self.ledger is not None:

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from ourshard.config import Accumulate, ShardConfig
 from ourshard.runtime.casting import cast
 from ourshard.runtime.coded import codes_now
-from ourshard.runtime.collectives import Collectives, Reducer
+from ourshard.runtime.collectives import Collectives, Reducer, hops_of
 from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
 from ourshard.runtime.graphs import GraphedForward
@@ -87,7 +87,7 @@ class Engine:
         self.output_dtype = _dtype(config.precision.output_dtype)
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
-        self.collectives = Collectives(self.control, ledger)
+        self.collectives = Collectives(self.control, ledger, hops_of(config, mesh))
         self.host = memory_for_offload(config.offload, mesh.device)
         self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
@@ -132,8 +132,8 @@ class Engine:
     def find_peers(self) -> None:
         """Move gathers and reductions to the copy engines, where the machine can. Collective."""
         wanted = self.config.communication
-        found: PeerCopies | str = "peers pull no messages of a codec"
-        if not wanted.active:
+        found: PeerCopies | str = "peers pull no messages of a codec, nor in two hops"
+        if not wanted.active and self.collectives.hops is None:
             found = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted.transport.value)
         if isinstance(found, PeerCopies):
             self.collectives.peer = self.peer = found

@@ -63,7 +63,8 @@ def assumed(config: ShardConfig, weights: Codec, gradients: Codec) -> ShardConfi
     if wanted.gradients is Codec.AUTO:
         changes["gradients"] = gradients.value
         if gradients is Codec.NONE:
-            changes |= {"error_feedback": False, "stochastic_rounding": False, "seed": 0, "node_size": None}
+            changes |= {"error_feedback": False, "stochastic_rounding": False, "seed": 0}
+            changes |= {} if wanted.two_hop_gathers else {"node_size": None}
     return config.replace(communication=changes)
 
 

@@ -1,7 +1,7 @@
 """The mesh: ranks that share one sharded copy (axis `shard`), and their counterparts elsewhere (axis `replicate`).
 
 Where anything uses them, runs of neighbours on `shard` are an axis too (`node`), and their counterparts (`cross`):
-Note [Secondary shard], Note [Coded gradients].
+Note [Secondary shard], Note [Coded gradients], Note [Two-hop gathers].
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def local_size(world: int) -> int:
 def _local_size(config: ShardConfig, world: int) -> int:
     """Return `local_size`; where the mesh depends on it, collective the first time, and the same on all ranks."""
     communication = config.communication
-    asked = communication.gradients is not Codec.NONE and communication.node_size is None
+    asked = _uses_nodes(config) and communication.node_size is None
     if not asked or config.secondary_shard_size is not None:
         return local_size(world)
     key = dist.group.WORLD, local_size(world)
@@ -157,10 +157,21 @@ def _local_size(config: ShardConfig, world: int) -> int:
     sizes = _LOCAL_SIZES[key]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"communication.gradients: machines have different numbers of ranks ({min(sizes)} to {max(sizes)}); set "
-            "communication.node_size to the ranks that reduce among themselves first, or to 1 for a single hop."
+            f"communication: machines have different numbers of ranks ({min(sizes)} to {max(sizes)}); set "
+            "communication.node_size to the ranks that exchange among themselves before they do with others, or to 1 "
+            "for a single hop (then without two_hop_gathers)."
         )
     return sizes[0]
+
+
+def _uses_nodes(config: ShardConfig) -> bool:
+    """Say whether anything but a secondary shard tells the ranks of a node from the others."""
+    return config.communication.gradients is not Codec.NONE or config.communication.two_hop_gathers
+
+
+def gathers_in_two_hops(config: ShardConfig, node: int, cross: int) -> bool:
+    """Say whether gathers go over `cross` and then `node`, axes of these sizes: Note [Two-hop gathers]."""
+    return config.communication.two_hop_gathers and node > 1 and cross > 1
 
 
 def first_hop(local: int, shard_size: int) -> int:
@@ -171,14 +182,14 @@ def first_hop(local: int, shard_size: int) -> int:
 def node_size(config: ShardConfig, shard_size: int, local: int) -> int:
     """Return the ranks of the axis `node`, 1 where nothing uses it; a node has `local` of all ranks.
 
-    It is the secondary shard's where there is one; else coded gradients have use of it, where `shard` leaves the node.
+    It is the secondary shard's where there is one; else coded gradients and gathers in two hops have use of it, where
+    `shard` leaves the node.
     """
     if config.secondary_shard_size is not None:
         return _secondary_size(config.secondary_shard_size, shard_size)
-    communication = config.communication
-    if communication.gradients is Codec.NONE:
+    if not _uses_nodes(config):
         return 1
-    size = communication.node_size
+    size = config.communication.node_size
     if size is None:
         return first_hop(local, shard_size)
     if shard_size % size:

@@ -97,7 +97,7 @@ def _memory(engine: Engine, lanes: list[Lane]) -> str:
 def inactive(engine: Engine) -> dict[str, str]:
     """Return the keys that were set and change nothing in this run, with the reason."""
     mine, default = flatten(engine.config.to_dict()), flatten(ShardConfig().to_dict())
-    reasons = [*_without_shards(engine), *_by_stage(engine), *_of_host(engine), *_of_codecs(engine)]
+    reasons = [*_without_shards(engine), *_by_stage(engine), *_of_host(engine), *_of_codecs(engine), *_of_hops(engine)]
     return {key: reason for key, reason in reasons if key == "stage" or mine[key] != default[key]}
 
 
@@ -161,14 +161,22 @@ def _of_codecs(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "communication.weights", why
     if communication.gradients is not Codec.NONE and not any(lane.trainable for lane in coded):
         yield "communication.gradients", why
+
+
+def _of_hops(engine: Engine) -> Iterator[tuple[str, str]]:
+    if engine.collectives.hops is None:
+        yield "communication.two_hop_gathers", "the ranks that share a copy are not several nodes of several ranks"
+    elif all(lane.placement.whole for lane in engine.lanes()):
+        yield "communication.two_hop_gathers", "no parameter is sharded"
     if _first_hop(engine) == first_hop(local_size(engine.mesh.world.size), engine.mesh.shard.size):
         yield "communication.node_size", "it is what the launcher says"
 
 
 def _first_hop(engine: Engine) -> int:
-    """Return the ranks that reduce coded gradients first, where there is a second hop; else 1."""
+    """Return the ranks of a node, where reductions or gathers have two hops; else 1."""
     node, cross = engine.mesh.node.size, engine.mesh.cross.size
-    return node if in_two_hops(engine.config, node, cross) else 1
+    reductions = engine.config.communication.gradients is not Codec.NONE and in_two_hops(engine.config, node, cross)
+    return node if reductions or engine.collectives.hops is not None else 1
 
 
 def _short(dtype: torch.dtype) -> str:
