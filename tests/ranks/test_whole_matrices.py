@@ -169,6 +169,74 @@ def test_owners_are_balanced_and_the_bytes_exchanged_are_as_the_formula_says(ran
         assert wanted["exchange/shard"] > 0
 
 
+def held_whole(kind: str) -> tuple[int, list[int]]:
+    """Return the bytes of whole parameters that a rank holds at most during a step, and those it owns of each lane."""
+    both = pair({"stage": 3, "persist_below": 0, "ledger": True}, toy, maker(kind))
+    both.train(1)
+    both.zero_grad()
+    both.backward(joined(1))
+    ledger, rank = both.engine.ledger, both.engine.mesh.shard.rank
+    ledger.reset()
+    both.optimizer.step()
+    owned = []
+    for lane in both.engine.lanes():
+        mine = [lane.layout.tensors[run.positions[0]].numel for run in lane.runs if run.owner == rank]
+        owned.append(sum(mine) * lane.store_dtype.itemsize)
+    return ledger.peak["master"] - ledger.held["master"], owned
+
+
+@pytest.mark.parametrize(("kind", "at_once"), [("Adafactor", 1), ("transformers", 1), ("Layered", None)])
+def test_known_optimizers_have_one_lane_open_at_a_time_and_others_all(ranks, kind, at_once):
+    for peak, owned in ranks(2)(held_whole, kind):
+        assert sum(bool(nbytes) for nbytes in owned) > 2
+        assert peak == (max(owned) if at_once else sum(owned))
+
+
+def order_of_a_step(kind: str) -> tuple[list[str], int]:
+    """Return what a step does (exchanges begun, waited for, and parameters updated between them), and its lanes."""
+    import torch.distributed as dist
+    from ourshard.runtime.collectives import Arrival
+
+    both = pair({"stage": 3, "persist_below": 0}, toy, maker(kind))
+    both.train(1)
+    both.zero_grad()
+    both.backward(joined(1))
+    seen: list[str] = []
+    begin, wait = dist.all_to_all_single, Arrival.wait
+    update = torch.optim._adafactor._single_tensor_adafactor
+
+    def noted(text: str, call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if text != "step" or args[0]:
+                seen.append(text)
+            return call(*args, **kwargs)
+
+        return run
+
+    try:
+        dist.all_to_all_single = noted("begin", begin)
+        Arrival.wait = noted("wait", wait)  # type: ignore[method-assign]
+        torch.optim._adafactor._single_tensor_adafactor = noted("step", update)
+        both.optimizer.step()
+    finally:
+        dist.all_to_all_single, Arrival.wait = begin, wait  # type: ignore[method-assign]
+        torch.optim._adafactor._single_tensor_adafactor = update
+    return seen, sum(bool(lane.runs) for lane in both.engine.lanes())
+
+
+def test_the_next_lane_is_on_its_way_while_one_is_stepped(ranks):
+    for seen, lanes in ranks(2)(order_of_a_step, "Adafactor"):
+        assert lanes > 3
+        wanted = ["begin"]
+        for number in range(lanes):
+            after, before = number + 1 < lanes, number > 0
+            wanted += ["begin"] * after + ["wait", "begin"] + ["wait"] * before  # comes, is there, goes, is back
+        assert [what for what in seen if what != "step"] == [*wanted, "wait"]
+        steps = [place for place, what in enumerate(seen) if what == "step"]
+        assert len(steps) > 1
+        assert all((seen[place - 1], seen[place + 1]) == ("wait", "begin") for place in steps)
+
+
 def clipped_and_partly_used(config: dict[str, Any]) -> None:
     """Clip, keep gradients over a step, drop some, and set a rate from outside."""
     from ourshard import clip_grad_norm_

@@ -78,6 +78,25 @@ class Hops:
     cross: Axis
 
 
+@dataclass(slots=True)
+class Arrival:
+    """What `Collectives.exchange` brings. What is sent and received is kept until `wait`."""
+
+    received: torch.Tensor
+    sent: torch.Tensor
+    work: dist.Work | None  # None once it is there
+    control: Control
+    label: str
+
+    def wait(self) -> torch.Tensor:
+        """Make the current stream wait, or on a CPU the host, and return what came. Idempotent."""
+        if self.work is not None:
+            with self.control.waiting(self.label):
+                self.work.wait()
+            self.work = None
+        return self.received
+
+
 def hops_of(config: ShardConfig, mesh: Mesh) -> Hops | None:
     """Return the axes of gathers over `shard`, where they go in two hops."""
     two = gathers_in_two_hops(config, mesh.node.size, mesh.cross.size)
@@ -163,21 +182,17 @@ class Collectives:
         with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
             dist.all_to_all_single(received, sent, group=axis.group)
 
-    def exchange(
-        self, sent: torch.Tensor, lengths: list[int], counts: list[int], axis: Axis, label: str
-    ) -> torch.Tensor:
-        """Send `lengths[r]` elements of `sent` to each rank r, in order; return `counts[r]` from each, in order."""
+    def exchange(self, sent: torch.Tensor, lengths: list[int], counts: list[int], axis: Axis, label: str) -> Arrival:
+        """Begin to send `lengths[r]` elements of `sent` to each rank r, and to receive `counts[r]`, both in order."""
         if axis.size == 1:
-            return sent
+            return Arrival(sent, sent, None, self.control, label)
         received = sent.new_empty(sum(counts))
         width = sent.element_size()
         self._count("exchange", axis, (sent.numel() - lengths[axis.rank]) * width)
         arriving, leaving = ([number * width for number in numbers] for numbers in (counts, lengths))
-        with self.control.waiting(label):
-            dist.all_to_all_single(
-                received.view(torch.uint8), sent.view(torch.uint8), arriving, leaving, group=axis.group
-            )
-        return received
+        coming, going = received.view(torch.uint8), sent.view(torch.uint8)
+        work = dist.all_to_all_single(coming, going, arriving, leaving, group=axis.group, async_op=True)
+        return Arrival(received, sent, work, self.control, label)
 
     def all_reduce(
         self, tensor: torch.Tensor, axis: Axis, label: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM

@@ -1,4 +1,4 @@
-"""Step an optimizer lane by lane, where masters are not on the device.
+"""Step an optimizer lane by lane, where masters are not on the device, or parameters are stepped whole.
 
 Note [Steps by lane]
 --------------------
@@ -10,12 +10,13 @@ it; for the step that then follows, which is to find nothing to do, the gradient
 hyper-parameters, states and step counters are those of the user's optimizer all the time.
 
 A step is taken as one where the optimizer is of another class (it may keep one value for all parameters), or gets a
-closure, which makes its gradients inside of the step.
+closure, which makes its gradients inside of the step. Steps of whole parameters (Note [Owners] in owners.py) are cut
+the same way, for optimizers that are known to step each alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -29,7 +30,12 @@ from ourshard.runtime.lane import Lane
 def can_step_by_lane(optimizer: Optimizer) -> bool:
     """Say whether an optimizer is one of torch's, all of which treat each parameter by itself (bar LBFGS)."""
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS and hasattr(kind.step, "hooked")
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS and can_be_cut(optimizer)
+
+
+def can_be_cut(optimizer: Optimizer) -> bool:
+    """Say whether the step of an optimizer's class can be run without its hooks."""
+    return hasattr(type(optimizer).step, "hooked")
 
 
 class StepByLane:
@@ -62,15 +68,18 @@ class StepByLane:
         step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
         runs = {id(run.parameter) for lane in self._lanes for run in lane.runs}
         rest = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in runs]
-        with _showing(optimizer, rest):
+        with showing(optimizer, rest):
             step(optimizer)
-        with closing(self._in_memory(optimizer)) as lanes:
-            for lane, master in lanes:
-                with _showing(optimizer, [run.parameter for run in lane.runs]):
-                    step(optimizer)
-                self._send_up(lane, master)
+        self._step_lanes(optimizer, step)
         for group in optimizer.param_groups:
             self._hide(group["params"])
+
+    def _step_lanes(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
+        with closing(self._in_memory(optimizer)) as lanes:
+            for lane, master in lanes:
+                with showing(optimizer, [run.parameter for run in lane.runs]):
+                    step(optimizer)
+                self._send_up(lane, master)
 
     def _in_memory(self, optimizer: Optimizer) -> Generator[tuple[Lane, torch.Tensor], None, None]:
         """Yield each lane with its master, while optimizer and master are in memory."""
@@ -99,7 +108,7 @@ class StepByLane:
 
 
 @contextmanager
-def _showing(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def showing(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Let the groups have those of `parameters` alone that are theirs. The lists that users may hold are put back."""
     wanted = {id(parameter) for parameter in parameters}
     kept = [group["params"] for group in optimizer.param_groups]

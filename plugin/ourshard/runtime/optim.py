@@ -32,9 +32,9 @@ from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.lane_step import StepByLane, can_step_by_lane
-from ourshard.runtime.owners import Loan, assign_owners, lend_whole
-from ourshard.runtime.probe import TRIALS, needs_whole
+from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane
+from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
+from ourshard.runtime.probe import TRIALS, needs_whole, steps_each_alone
 
 
 class Run:
@@ -354,8 +354,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     owned = [run for run in _runs_of(optimizer) if run.owner is not None]
     if owned:
         _refuse_closure(optimizer, args, kwargs)
-        with torch.no_grad():
-            known.loans = lend_whole(owned)
+        if steps_each_alone(type(optimizer)) and can_be_cut(optimizer):
+            known.by_lane = StepByOwner(optimizer, owned)
+        else:
+            with torch.no_grad():
+                known.loans = list(lend_whole(owned))
+                for loan in known.loans:
+                    loan.open()
     elif lanes := _lanes_on_host(optimizer):
         known.by_lane = StepByLane(optimizer, lanes)
 
@@ -414,6 +419,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with torch.no_grad():
             for loan in known.loans:
                 loan.give_back()
+            for loan in known.loans:
+                loan.close()
         known.loans = []
         if known.by_lane is not None:
             known.by_lane.end()

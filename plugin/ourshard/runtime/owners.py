@@ -9,17 +9,25 @@ the whole parameter and gradient for the time of the step, and the other ranks s
 skips it. After the step a second all-to-all takes the changed rows back. State is whole, and lives with the owner.
 
 A rank sends 2 b (the rows of masters and gradients, of b bytes, that it does not own) there, and gets b back.
+
+Where an optimizer is known to keep nothing for all of its parameters together, it steps one lane after the other
+(Note [Steps by lane] in lane_step.py): while it does, the next lane is on its way to the owners, and the one before on
+its way back, so that three lanes at most are whole. Others step once, with all lanes whole; all-to-alls overlap each
+other alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
+from ourshard.runtime.collectives import Arrival
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.lane_step import StepByLane, showing
 from ourshard.runtime.ledger import Kind
 
 if TYPE_CHECKING:
@@ -52,22 +60,58 @@ def _size_then_place(run: Run) -> tuple[int, ...]:
     return (-_whole_nbytes(run), unit.engine.order, unit.index, unit.lanes.index(run.lane), run.positions[0])
 
 
-def lend_whole(runs: Sequence[Run]) -> list[Loan]:
-    """Let the runs with a gradient show whole parameters on their owners. Collective over the shard axis."""
+def lend_whole(runs: Sequence[Run]) -> Iterator[Loan]:
+    """Begin to bring the runs with a gradient, a lane at a time, to their owners. Collective over the shard axis."""
     by_lane: dict[Lane, list[Run]] = {}
     for run in runs:
         by_lane.setdefault(run.lane, []).append(run)
-    loans = []
     for lane, several in by_lane.items():
         lane.forget_released()
         valid = sorted((run for run in several if lane.valid[run.positions[0]]), key=lambda run: run.positions[0])
         if valid:
-            loans.append(Loan(lane, valid))
-    return loans
+            yield Loan(lane, valid)
+
+
+class StepByOwner(StepByLane):
+    """One step of whole parameters, lane by lane: Note [Owners]."""
+
+    def __init__(self, optimizer: Optimizer, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        self._loans: list[Loan] = []
+        super().__init__(optimizer, list(dict.fromkeys(run.lane for run in runs)))
+
+    def end(self) -> None:
+        super().end()
+        for loan in self._loans:
+            loan.abandon()
+        self._loans.clear()
+
+    def _step_lanes(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
+        coming = self._lend()
+        loan, last = next(coming, None), None
+        while loan is not None:
+            after = next(coming, None)
+            loan.open()
+            with showing(optimizer, loan.parameters):
+                step(optimizer)
+            loan.give_back()
+            if last is not None:
+                last.close()
+            loan, last = after, loan
+        if last is not None:
+            last.close()
+
+    def _lend(self) -> Iterator[Loan]:
+        for loan in lend_whole(self._runs):
+            self._loans.append(loan)
+            yield loan
 
 
 class Loan:
-    """The whole parameters of one lane that are with their owners for the time of a step: Note [Owners]."""
+    """The whole parameters of one lane that are with their owners for the time of a step: Note [Owners].
+
+    On its way from the start; `open`, `give_back` and `close` follow, in this order and collectively.
+    """
 
     def __init__(self, lane: Lane, runs: list[Run]) -> None:
         self._lane = lane
@@ -76,25 +120,35 @@ class Loan:
         self._in_order = sorted(range(lane.spread.size), key=lane.parts.__getitem__)  # ranks, by the rows they have
         self._rows = [run.parameter.data for run in runs]
         self._gradients = [run.parameter.grad for run in runs]  # kept: the lane's gradient lives in them
-        mine = [run for run in runs if run.owner == self._axis.rank]
-        received = self._collect()
-        for run in runs:
+        self._mine = [run for run in runs if run.owner == self._axis.rank]
+        self._nbytes = sum(_whole_nbytes(run) for run in self._mine)
+        self._is_open = False
+        sent = {owner: list(self._both_rows(owner)) for owner in self._ranks}
+        self._counts = [2 * self._numel(self._axis.rank, rank) for rank in self._ranks]
+        self._arrival = self._exchange(sent, self._counts)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of the optimizer that are stepped while it is open."""
+        return [run.parameter for run in self._runs]
+
+    def open(self) -> None:
+        """Let runs show whole parameters on their owners, and no gradient elsewhere."""
+        received = self._whole_pieces()
+        self._is_open = True
+        for run in self._runs:
             run.parameter.grad = None
-        for run in mine:
-            shape = lane.parameters[run.positions[0]].shape
+        for run in self._mine:
+            shape = self._lane.parameters[run.positions[0]].shape
             gradient, whole = (torch.cat(pieces).view(shape) for pieces in received[run.positions[0]])
             run.parameter.data = whole
             run.parameter.grad = gradient
-        self._mine = mine
-        self._nbytes = sum(_whole_nbytes(run) for run in mine)
         self._hold(1)
 
-    def _collect(self) -> dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Exchange rows; return, by position, the pieces of gradient and master of what this rank owns, in order."""
-        sent = {owner: list(self._both_rows(owner)) for owner in self._ranks}
-        counts = [2 * self._numel(self._axis.rank, rank) for rank in self._ranks]
+    def _whole_pieces(self) -> dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Return, by position, the pieces of gradient and master of what this rank owns, in the order of rows."""
         found: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        received = self._exchange(sent, counts)
+        received = self._arrived()
         for rank in self._in_order:
             flat, start = received[rank], 0
             for run in self._owned_by(self._axis.rank):
@@ -117,7 +171,7 @@ class Loan:
                 yield run.parameter.data
 
     def give_back(self) -> None:
-        """Take the changed rows back to the ranks that hold them, and let the runs show rows. Collective."""
+        """Begin to take the changed rows back to the ranks that hold them, and let the runs show rows."""
         sent: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._ranks}
         for run in self._mine:
             flat, start = run.parameter.data.reshape(-1), 0
@@ -125,9 +179,13 @@ class Loan:
                 numel = self._rows_numel(run, rank)
                 sent[rank].append(flat[start : start + numel])
                 start += numel
+        self._counts = [self._numel(owner, self._axis.rank) for owner in self._ranks]
+        self._arrival = self._exchange(sent, self._counts)
         self.abandon()
-        counts = [self._numel(owner, self._axis.rank) for owner in self._ranks]
-        for owner, flat in enumerate(self._exchange(sent, counts)):
+
+    def close(self) -> None:
+        """Take the changed rows in."""
+        for owner, flat in enumerate(self._arrived()):
             start = 0
             for run in self._owned_by(owner):
                 numel = self._rows_numel(run, self._axis.rank)
@@ -136,7 +194,10 @@ class Loan:
                 start += numel
 
     def abandon(self) -> None:
-        """Let the runs show this rank's rows again, as they were before the step. Local."""
+        """Let the runs show this rank's rows again, as they were before the step. Local, idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
         for run, rows, gradient in zip(self._runs, self._rows, self._gradients, strict=True):
             run.parameter.grad = None
             run.parameter.data = rows
@@ -155,8 +216,8 @@ class Loan:
         """Count the elements on `rank` of what `owner` owns."""
         return sum(self._rows_numel(run, rank) for run in self._owned_by(owner))
 
-    def _exchange(self, sent: dict[int, list[torch.Tensor]], counts: list[int]) -> Sequence[torch.Tensor]:
-        """Send each rank its tensors; return, by rank, `counts` elements from each, where the master is."""
+    def _exchange(self, sent: dict[int, list[torch.Tensor]], counts: list[int]) -> Arrival:
+        """Begin to send each rank its tensors, and to receive `counts` elements from each."""
         lane = self._lane
         lengths = [sum(tensor.numel() for tensor in sent[rank]) for rank in self._ranks]
         leaving = torch.empty(sum(lengths), dtype=lane.store_dtype, device=lane.device)
@@ -164,8 +225,11 @@ class Loan:
         for place, tensor in zip(leaving.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
             place.copy_(tensor)
         collectives = lane.unit.engine.collectives
-        received = collectives.exchange(leaving, lengths, counts, self._axis, f"step of {lane.unit.label}")
-        return received.to(lane.master.device).split(counts)
+        return collectives.exchange(leaving, lengths, counts, self._axis, f"step of {lane.unit.label}")
+
+    def _arrived(self) -> Sequence[torch.Tensor]:
+        """Return, by rank, what came from each, where the master is."""
+        return self._arrival.wait().to(self._lane.master.device).split(self._counts)
 
     def _hold(self, sign: int) -> None:
         ledger = self._lane.unit.engine.ledger

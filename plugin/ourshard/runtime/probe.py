@@ -21,7 +21,7 @@ def needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if why is None:
         return False
     name = type(optimizer).__name__
-    if _takes_matrices_one_by_one(type(optimizer)):
+    if steps_each_alone(type(optimizer)):
         return True
     if getattr(optimizer, "elementwise", None) is False:
         why = probe_apart(optimizer, group)
@@ -35,7 +35,7 @@ def needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     )
 
 
-def _takes_matrices_one_by_one(kind: type[Optimizer]) -> bool:
+def steps_each_alone(kind: type[Optimizer]) -> bool:
     """Say whether a class is one of those known to need whole parameters, and to step each by itself."""
     return kind in (torch.optim.Adafactor, torch.optim.Muon) or (
         (kind.__module__, kind.__qualname__) == ("transformers.optimization", "Adafactor")
