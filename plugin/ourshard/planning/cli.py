@@ -150,6 +150,8 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
         console.print(f"None fits: the smallest needs {needs}. Use more GPUs, a smaller --batch or --length.")
     else:
         console.print(f"* the cheapest that fits: {chosen.name}")
+    if chosen is not None and chosen.codecs:
+        console.print(f"Predicted for its links: {chosen.codecs}.")
     if chosen is not None and chosen.memory.host:
         need = chosen.memory.host * hardware.gpus_per_node / GIB
         console.print(f"It needs {need:.0f} GiB of memory on the host of each node.")

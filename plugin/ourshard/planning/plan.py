@@ -16,6 +16,7 @@ from ourshard.config import Codec, ShardConfig, Tier, Transport
 from ourshard.planning.formulas import OPTIMIZERS, Reach, checkpoint_nbytes
 from ourshard.planning.hardware import Hardware
 from ourshard.planning.layouts import PlannedModel, plan_model
+from ourshard.planning.links import decide
 from ourshard.planning.memory import Memory, memory_of
 from ourshard.planning.model import Batch
 from ourshard.planning.moves import MeshSizes, Move
@@ -23,7 +24,6 @@ from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import Timing, group_of, simulate
 from ourshard.planning.trace import Trace, UnitParts, trace
 from ourshard.planning.variants import variant
-from ourshard.runtime.links import assumed
 from ourshard.runtime.mesh import node_size
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
@@ -63,6 +63,7 @@ class Row:
     checkpoint: int  # bytes, of all ranks
     checkpoint_seconds: float
     fits: bool
+    codecs: str = ""  # what was decided for `auto`, and why
 
     @property
     def name(self) -> str:
@@ -85,6 +86,8 @@ def describe(config: ShardConfig) -> str:
         words.append("recomputed")
     if config.cuda_graph:
         words.append("replayed")
+    coded = {"weights": config.communication.weights, "gradients": config.communication.gradients}
+    words.extend(f"{codec.value} {name}" for name, codec in coded.items() if codec is not Codec.NONE)
     places = {"optimizer": config.offload.optimizer, "parameters": config.offload.params}
     words.extend(f"{name} on {tier.value}" for name, tier in places.items() if tier is not Tier.NONE)
     return ", ".join(words)
@@ -150,7 +153,7 @@ class Planner:
         Raises:
             ValueError: the config does not fit the hardware (a shard size that does not divide the ranks).
         """
-        config = self._resolved(config)
+        config, codecs = decide(self._resolved(config), mesh_of(config, self.hardware), self.hardware)
         mesh = mesh_of(config, self.hardware)
         planned = plan_model(self.model, config, mesh, cast_small=not self.workload.accelerate, gpu=True)
         peer = self._uses_peer_copies(config, mesh)
@@ -180,11 +183,11 @@ class Planner:
             checkpoint=checkpoint,
             checkpoint_seconds=checkpoint / self.hardware.nodes / self.hardware.disk_rate,
             fits=memory.peak <= self.hardware.memory and self.hardware.holds(memory.host),
+            codecs=codecs,
         )
 
     def _resolved(self, config: ShardConfig) -> ShardConfig:
-        """Follow Accelerate's mixed precision, as `prepare` does. What is measured at start is taken for no codec."""
-        config = assumed(config, Codec.NONE, Codec.NONE)
+        """Follow Accelerate's mixed precision, as `prepare` does."""
         dtype = _COMPUTE.get(self.workload.mixed_precision)
         if config.precision.param_dtype is None and dtype:
             return config.replace(precision={"param_dtype": dtype})

@@ -53,6 +53,7 @@ def as_dict(row: Row) -> dict[str, Any]:
         "name": row.name,
         "fits": row.fits,
         "config": row.config.to_dict(),
+        "codecs": row.codecs,
         "memory": {
             **row.memory.parts,
             "peak": row.memory.peak,

@@ -50,6 +50,14 @@ def group_of(axis: str, mesh: MeshSizes, hardware: Hardware) -> Group:
     return Group(mesh.world, min(mesh.world, node))
 
 
+def call_seconds(call: Collective, mesh: MeshSizes, hardware: Hardware, reach: Reach, *, peer: bool = False) -> float:
+    """Return the time of one collective alone; with `peer` copy engines move it."""
+    group = group_of(call.axis, mesh, hardware)
+    if call.name == "all_reduce":
+        return all_reduce_seconds(call.whole_nbytes, group, hardware, reach)
+    return ring_seconds(call.whole_nbytes, group, hardware, reach, peer=peer)
+
+
 def simulate(
     moves: Sequence[Move],
     mesh: MeshSizes,
@@ -125,12 +133,8 @@ class _Clocks:
         return end
 
     def _seconds(self, call: Collective) -> float:
-        group = group_of(call.axis, self.mesh, self.hardware)
         peer = self.peer and call.axis == "shard" and call.name != "all_reduce"
-        if call.name == "all_reduce":
-            seconds = all_reduce_seconds(call.whole_nbytes, group, self.hardware, self.reach)
-        else:
-            seconds = ring_seconds(call.whole_nbytes, group, self.hardware, self.reach, peer=peer)
+        seconds = call_seconds(call, self.mesh, self.hardware, self.reach, peer=peer)
         self.dragging += 0.0 if peer else seconds
         return seconds
 
