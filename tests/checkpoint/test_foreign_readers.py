@@ -214,3 +214,26 @@ def test_a_file_without_a_tensor_of_a_model_is_refused(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "best": 0.5}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="holds no state_dict of a model: no tensor in best, epoch"):
         detect(tmp_path)
+
+
+def test_a_numbered_optimizer_of_an_adapter_leaves_out_the_base_that_has_the_same_shapes(tmp_path: Path) -> None:
+    """The base is frozen, and so is the copy that stands beside a module that is trained whole."""
+    base, head = "base_model.model.q_proj.", "base_model.model.head."
+    frozen = {f"{base}base_layer.weight": (4, 4), f"{head}original_module.weight": (3, 4)}
+    names = (f"{base}lora_A.default.weight", f"{base}lora_B.default.weight", f"{head}modules_to_save.default.weight")
+    trained = {
+        name: torch.nn.Parameter(torch.randn(shape))
+        for name, shape in zip(names, ((2, 4), (4, 2), (3, 4)), strict=True)
+    }
+    optimizer = torch.optim.AdamW(trained.values())
+    for parameter in trained.values():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    torch.save(
+        {**{name: torch.zeros(shape) for name, shape in frozen.items()}, **trained}, tmp_path / "pytorch_model.bin"
+    )
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    with detect(tmp_path) as source:
+        for name, parameter in trained.items():
+            assert same(source.read(TensorKey("exp_avg", name)), optimizer.state[parameter]["exp_avg"]), name
+        assert source.description.frozen == set(frozen)

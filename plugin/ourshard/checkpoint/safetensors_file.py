@@ -118,9 +118,13 @@ def parse_header(text: bytes, file_nbytes: int, path: Path) -> Header:
     """Check a header's JSON: known dtypes, shapes that fit their bytes, no gap, no overlap, the file's whole length."""
     try:
         header = json.loads(text.decode(), object_pairs_hook=without_duplicates)
+        if not isinstance(header, dict):
+            raise ValueError("it is no table")
         metadata = header.pop("__metadata__", None) or {}
         found = [_entry(name, value, 8 + len(text)) for name, value in header.items()]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except KeyError as error:
+        raise CheckpointError(f"{path}: the safetensors header is damaged: a tensor lacks its {error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is damaged: {error}") from error
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: the safetensors metadata has to be text")
@@ -145,6 +149,8 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, value: Any, data_start: int) -> Entry:
+    if not isinstance(value, dict) or not isinstance(value["dtype"], str):
+        raise ValueError(f"{name}: is no description of a tensor")
     dtype = DTYPES.get(value["dtype"])
     if dtype is None:
         raise ValueError(f"{name}: dtype {value['dtype']!r} is not known")

@@ -32,6 +32,11 @@ def is_adapter_name(name: str) -> bool:
     return _ADAPTER.match(name) is not None
 
 
+def is_trained_with_peft(name: str) -> bool:
+    """Tell whether this is a tensor of an adapter, with its name or without it, or of a module trained beside one."""
+    return any((_ADAPTER.match(name), _NAMED_ADAPTER.match(name), _SAVED_MODULE.search(name)))
+
+
 def names_with_adapter(names: Iterable[str], trained: Iterable[str]) -> dict[str, str]:
     """Return file name -> model name for those names that the optimizer knows with the name of the adapter in them."""
     names = set(names)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..source import CheckpointError
+from .adapters import is_trained_with_peft
 from .draft import Draft
 from .names import canonical, looks_like_buffer
 from .stored import Readable
@@ -115,6 +116,9 @@ def _assign(
 ) -> dict[int, str] | None:
     """Return number -> name if exactly one way of dividing the parameters among the groups fits all shapes."""
     names = _candidates(draft, order)
+    trained = [name for name in names if is_trained_with_peft(name)]
+    if len(trained) == sum(len(group["params"]) for group in groups):  # the base beside an adapter is frozen
+        names = trained
     found: list[dict[int, str]] = []
     for division in _divisions(draft, names, groups):
         pairs: dict[int, str] = {}

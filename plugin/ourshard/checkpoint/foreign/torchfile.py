@@ -126,6 +126,8 @@ class TorchFile:
             raise CheckpointError(f"{self.where}: {self._not_an_archive()} ({error})") from error
         if len(infos) > _MAX_ENTRIES:
             raise CheckpointError(f"{self.where}: {len(infos)} entries in the archive")
+        if not infos:
+            raise CheckpointError(f"{self.where}: an archive without entries was not written by torch.save")
         infos.sort(key=lambda info: info.header_offset)
         starts = [info.header_offset for info in infos[1:]] + [directory]
         entries: dict[str, tuple[zipfile.ZipInfo, int]] = {}
