@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ourshard.checkpoint.conversion import convert
+from ourshard.checkpoint.foreign.adapters import adapter_only_names, names_with_adapter, with_adapter_name
 from ourshard.checkpoint.source import PARAM, CheckpointError, TensorKey, detect
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -249,6 +250,35 @@ def test_an_adapter_from_our_format_loads_in_peft(tmp_path: Path) -> None:
     save_ours(tmp_path / "no-config", weights, {})
     with pytest.raises(ValueError, match=r"no adapter_config\.json"):
         convert(tmp_path / "no-config", tmp_path / "bad", to="peft")
+
+
+def adapter_configs() -> dict[str, Any]:
+    body = {"target_modules": ["body"]}
+    return {
+        "lora": peft.LoraConfig(r=2, **body),
+        "dora": peft.LoraConfig(r=2, target_modules=["body", "embed", "wave"], use_dora=True),
+        "tokens": peft.LoraConfig(r=2, trainable_token_indices={"embed": [1, 3]}, **body),
+        "a module trained whole": peft.LoraConfig(r=2, modules_to_save=["head"], **body),
+        "adalora": peft.AdaLoraConfig(total_step=9, **body),
+        "ia3": peft.IA3Config(feedforward_modules=[], **body),
+        "loha": peft.LoHaConfig(**body),
+        "lokr": peft.LoKrConfig(**body),
+        "boft": peft.BOFTConfig(boft_block_size=1, **body),
+        "hra": peft.HRAConfig(**body),
+        "norm": peft.LNTuningConfig(**body),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", adapter_configs())
+def test_names_in_files_of_peft_and_in_its_models_are_told_from_each_other(kind: str) -> None:
+    config = adapter_configs()[kind]
+    model = peft.get_peft_model(Net(), config)
+    live = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    files = {name for name in peft.get_peft_model_state_dict(model) if "base_layer" not in name}
+    assert {with_adapter_name(name, config.to_dict()) for name in files} == live
+    assert set(adapter_only_names(live).values()) == files
+    assert names_with_adapter(files, live) == {short: full for full, short in adapter_only_names(live).items()}
 
 
 def test_of_several_adapters_one_has_to_be_chosen(tmp_path: Path) -> None:

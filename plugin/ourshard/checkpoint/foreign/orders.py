@@ -28,6 +28,12 @@ _MAX_EXPERTS = 4096
 _SIBLINGS: tuple[tuple[str, ...], ...] = (
     ("weight", "bias"),
     ("base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
+    ("lora_A", "lora_B", "lora_E"),
+    ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    ("vera_lambda_b", "vera_lambda_d"),
+    ("boft_R", "boft_s"),
+    ("randlora_lambda", "randlora_gamma"),
     ("base_model", "model", "transformer", "gpt_neox", "bert", "lm_head", "embed_out", "score", "classifier", "cls"),
     ("embed_tokens", "layers", "norm"),
     (
