@@ -78,6 +78,19 @@ def test_an_order_that_ranks_have_mixed_is_not_taken_for_the_models(tmp_path: Pa
         assert_holds(source, net, optimizer)
 
 
+@pytest.mark.parametrize("path", [("model", "a"), ("other", "model", "a")])
+def test_two_items_of_one_name_are_refused(path: tuple[str, ...], tmp_path: Path) -> None:
+    save({"model": {"a": torch.ones(2), "b": torch.zeros(2)}, "x": {"y": torch.ones(1)}}, tmp_path)
+    table = pickle.loads((tmp_path / ".metadata").read_bytes())
+    table.planner_data["model.b"] = path
+    if path[0] == "other":
+        table.planner_data["x.y"] = ("other", "model", "a", "b")
+        table.planner_data["model.b"] = ("other", "model", "a.b")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
+    with pytest.raises(CheckpointError, match=r"the same path|two tensors are called a\.b"):
+        detect(tmp_path)
+
+
 def test_a_part_of_a_tensor_in_a_pickle_of_its_own_is_refused(tmp_path: Path) -> None:
     """A planner that does not flatten leaves rank 0's part of a DTensor, which is all that there is."""
     tensors = torch.load(made_folder() / "fsdp2_rank" / "pytorch_model_fsdp_0_rank0.bin", weights_only=False)

@@ -15,6 +15,7 @@ from ourshard.checkpoint.foreign.chunked import Chunk, ChunkedTensor
 from ourshard.checkpoint.foreign.classes import PickledTensor
 from ourshard.checkpoint.foreign.orders import order_by_config, order_by_names
 from ourshard.checkpoint.foreign.stored import StoredTensor
+from ourshard.checkpoint.foreign.ties import find_ties
 from ourshard.checkpoint.foreign.torchfile import TorchFile
 from ourshard.checkpoint.foreign.zero_layout import cut_each, cut_flat
 from ourshard.checkpoint.source import CheckpointError
@@ -253,3 +254,28 @@ def test_memory_for_reading_is_that_of_the_rows_asked_for(tmp_path: Path) -> Non
     command = [sys.executable, "-c", READ_ALL, str(tmp_path / "parts.pt")]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert int(result.stdout) < 16 << 20
+
+
+class Counted:
+    """A tensor that counts how often it is read."""
+
+    dtype = torch.float32
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value, self.shape, self.reads = value, tuple(value.shape), 0
+
+    def read(self, start_row: int, stop_row: int, check: bool = True) -> torch.Tensor:
+        self.reads += 1
+        return self.value[start_row:stop_row]
+
+
+def test_ties_among_ten_thousand_tensors_of_one_shape_are_found_by_reading_each_once() -> None:
+    """Experts are so many; to compare each with each would take minutes."""
+    model = {f"experts.{number}.weight": Counted(torch.randn(2, 3)) for number in range(10_000)}
+    assert find_ties(model, None) == find_ties(model, frozenset(model)) == {}
+    assert all(tensor.reads == 0 for tensor in model.values())
+    model["again.weight"] = Counted(model["experts.7000.weight"].value.clone())
+    model["lm_head.weight"] = Counted(model["experts.3.weight"].value.clone())
+    trained = frozenset(f"experts.{number}.weight" for number in range(5000, 10_000))
+    assert find_ties(model, trained) == {"again.weight": "experts.7000.weight"}
+    assert max(tensor.reads for tensor in model.values()) == 1

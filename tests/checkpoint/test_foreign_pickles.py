@@ -247,9 +247,10 @@ def test_a_path_out_of_the_folder_in_dcp_metadata_is_refused(tmp_path: Path) -> 
 def test_a_tag_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     shutil.copytree(made_folder() / "ds_z2", tmp_path / "checkpoint")
     shutil.move(tmp_path / "checkpoint" / "global_step3", tmp_path / "elsewhere")
-    (tmp_path / "checkpoint" / "latest").write_text("../elsewhere")
-    with pytest.raises(CheckpointError, match="no checkpoint of a known format"):
-        detect(tmp_path / "checkpoint")
+    for tag in (b"../elsewhere", b"\xff\xfe" * 100, b"a\0b", b"/etc", b".."):
+        (tmp_path / "checkpoint" / "latest").write_bytes(tag)
+        with pytest.raises(CheckpointError, match="no checkpoint of a known format"):
+            detect(tmp_path / "checkpoint")
 
 
 def test_pickle_and_ours_agree_on_every_instruction_that_is_read() -> None:

@@ -153,7 +153,9 @@ class DcpFolder:
                 self._tensors.setdefault(key, _TensorRecord()).merge(record, key)
 
     def _check_all_there(self) -> None:
-        """Raise if something has a record and no data, or data and no record."""
+        """Raise if something has a record and no data, or data and no record, or if two have one path."""
+        if len(set(self._paths.values())) != len(self._paths):
+            raise CheckpointError(f"{self.folder}: two items have the same path in the metadata")
         for key in (self._tensors.keys() | self._plain.keys()) - self._paths.keys():
             raise CheckpointError(f"{self.folder}: {key!r} has data and no record in the metadata")
         for key in self._paths.keys() - self._tensors.keys() - self._plain.keys():

@@ -120,7 +120,8 @@ class Parts:
                 continue
             if isinstance(value, Readable):
                 prefix, name = _split_path(path)
-                self.model.setdefault(prefix, {})[name] = value
+                if self.model.setdefault(prefix, {}).setdefault(name, value) is not value:
+                    raise CheckpointError(f"{folder.folder}: two tensors are called {name}")
             else:
                 self.others[path] = value
         for (prefix, alias), (other, owner) in ((_split_path(a), _split_path(o)) for a, o in folder.aliases()):

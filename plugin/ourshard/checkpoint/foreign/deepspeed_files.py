@@ -35,7 +35,8 @@ ENGINE_KEYS = frozenset(
         "checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info",
     )
 )  # fmt: skip
-_TAG = re.compile(r"[^/\\\0]{1,255}")
+_TAG = re.compile(r"[^/\\\0]+")
+_MAX_TAG = 255  # bytes in the name of a folder
 
 
 def tag_folder(path: Path, latest: str = LATEST, *, universal: bool = False) -> Path | None:
@@ -49,7 +50,8 @@ def tag_folder(path: Path, latest: str = LATEST, *, universal: bool = False) -> 
         return path if is_universal(path) == universal else None
     pointer = path / latest
     tag = pointer.read_text("utf-8", "replace").strip() if pointer.is_file() and pointer.stat().st_size < 1024 else ""
-    if _TAG.fullmatch(tag) and tag not in (".", "..") and has_model_states(path / tag):
+    is_name = _TAG.fullmatch(tag) and tag not in (".", "..") and len(tag.encode("utf-8", "replace")) <= _MAX_TAG
+    if is_name and has_model_states(path / tag):
         return path / tag
     tags = [inner for inner in tags_of(path) if is_universal(inner) == universal]
     if not tags:

@@ -8,10 +8,12 @@ has to stay a matter of seconds; `ForeignSource.verify_files` compares all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import xxhash
 
+from ..tensor_bytes import bytes_of
 from .stored import Readable
 
 _SAMPLES = 64
@@ -27,39 +29,50 @@ def find_ties(model: Mapping[str, Readable], trained: frozenset[str] | None) -> 
     alike: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     for name, reader in model.items():
         alike.setdefault((reader.shape, reader.dtype), []).append(name)
-    ties = {}
+    ties: dict[str, str] = {}
     for (shape, _), names in alike.items():
-        if len(names) < 2 or sum(shape) <= len(shape):
-            continue
-        for alias in names:
-            owner = next(
-                (other for other in names if _may_own(other, alias, trained) and _alike(model, alias, other)), None
-            )
-            if owner is not None:
-                ties[alias] = owner
+        if len(names) > 1 and sum(shape) > len(shape):
+            ties.update(_ties_within(model, names, trained or frozenset()))
     return ties
 
 
-def _may_own(owner: str, alias: str, trained: frozenset[str] | None) -> bool:
-    if owner == alias or (trained and alias in trained):
-        return False
-    if trained and owner in trained:
-        return True
-    return alias.endswith(_HEADS) and any(part in owner for part in _EMBEDDINGS)
+def _ties_within(model: Mapping[str, Readable], names: Sequence[str], trained: frozenset[str]) -> dict[str, str]:
+    """Return the ties among names of one shape and dtype. Each is read at most once: there may be thousands of them."""
+    known = [name for name in names if name in trained]
+    embeddings = [name for name in names if any(part in name for part in _EMBEDDINGS)]
+    aliases = [name for name in names if name not in trained and (known or name.endswith(_HEADS))]
+    if not aliases:
+        return {}
+    trained_owners = _first_of_each(model, known)
+    head_owners = _first_of_each(model, embeddings) if any(name.endswith(_HEADS) for name in aliases) else {}
+    ties = {}
+    for alias in aliases if trained_owners or head_owners else ():
+        mark = _mark(model[alias])
+        owner = trained_owners.get(mark) or (head_owners.get(mark) if alias.endswith(_HEADS) else None)
+        if mark is not None and owner is not None and owner != alias:
+            ties[alias] = owner
+    return ties
 
 
-def _alike(model: Mapping[str, Readable], alias: str, owner: str) -> bool:
-    """Tell whether sampled rows are equal, and not all one value."""
-    one, other = model[alias], model[owner]
+def _first_of_each(model: Mapping[str, Readable], names: Sequence[str]) -> dict[bytes | None, str]:
+    """Return mark -> the first name that has it."""
+    found: dict[bytes | None, str] = {}
+    for name in names:
+        found.setdefault(_mark(model[name]), name)
+    return found
+
+
+def _mark(reader: Readable) -> bytes | None:
+    """Return a hash of sampled rows; None if all are one value, which proves nothing."""
+    state = xxhash.xxh3_128()
     seen: set[int] = set()
-    for start, stop in _samples(one.shape):
-        rows = one.read(start, stop, check=False)
-        if not same_bits(rows, other.read(start, stop, check=False)):
-            return False
+    for start, stop in _samples(reader.shape):
+        rows = reader.read(start, stop, check=False)
+        state.update(bytes_of(rows))
         if len(seen) < 2 and rows.numel():
             bits = rows.reshape(-1).view(_BITS.get(rows.dtype.itemsize, torch.int64))
             seen.update((int(bits.min()), int(bits.max())))
-    return len(seen) > 1
+    return state.digest() if len(seen) > 1 else None
 
 
 def _samples(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
