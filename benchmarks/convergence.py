@@ -174,9 +174,9 @@ def read() -> list[Run]:
     return [json.loads(line) for line in MEASURED.read_text().splitlines()] if MEASURED.exists() else []
 
 
-def write(found: Sequence[Run]) -> None:
-    """Write what has been measured so far, its picture, and its table."""
-    lines = [json.dumps({**run, "losses": [round(loss, 5) for loss in run["losses"]]}) for run in found]
+def write(found: Sequence[Run], others: Sequence[Run]) -> None:
+    """Write what has been measured so far, its picture, and its table; runs with other options stay in the file."""
+    lines = [json.dumps({**run, "losses": [round(loss, 5) for loss in run["losses"]]}) for run in (*others, *found)]
     MEASURED.write_text("\n".join(lines) + "\n")
     found = complete(found)
     draw(found, ROOT / "docs" / "images" / "convergence.png")
@@ -199,7 +199,9 @@ def main() -> None:
         "ranks": dist.get_world_size(),
         **{k: v for k, v in vars(args).items() if k not in ("variants", "seeds")},
     }
-    found = [run for run in read() if options.items() <= run.items()]
+    measured = read()
+    found = [run for run in measured if options.items() <= run.items()]
+    others = [run for run in measured if run not in found]
     dist.barrier()  # all have read what the first one is to write
     for seed in args.seeds:
         for name in args.variants:
@@ -212,7 +214,7 @@ def main() -> None:
             found.append(run)
             if dist.get_rank() == 0:
                 print(f"{seed} {name:32} {last:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
-                write(found)
+                write(found, others)
     if dist.get_rank() == 0:
         print(table(complete(found)))
     dist.destroy_process_group()
