@@ -29,6 +29,7 @@ ADDRESSES, PORT = ("10.77.0.1", "10.77.0.2"), 29577
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 3": {},
+    "two-hop gathers": {"communication": {"two_hop_gathers": True}},
     "hpZ": {"secondary_shard_size": 2},
     "int8 weights": {"communication": {"weights": "int8"}},
     "hpZ, int8 weights": {"secondary_shard_size": 2, "communication": {"weights": "int8"}},
