@@ -1,8 +1,9 @@
 """Print the bandwidth of the codecs beside that of a plain copy.
 
-python benchmarks/codec.py [--device cuda] [--mib 512] [--block 256]
+python benchmarks/codec.py [--device cuda] [--mib 512] [--block 256] [--sweep]
 
 Bandwidth counts every byte read and written once, as the copy does. "of copy" is what issue 8 asks to be 80% or more.
+With `--sweep` the kernels are timed for several shapes of their tiles instead.
 """
 
 from __future__ import annotations
@@ -82,15 +83,39 @@ def rows_of(dtype: torch.dtype, numel: int, block: int, device: torch.device, re
             yield [str(dtype), label, call, f"{1e3 * seconds:.3f}", f"{rate / 1e9:.1f}", share]
 
 
+def sweep(values: Tensor, block: int, device: torch.device, repeats: int) -> Table:
+    """Time kernels for several tiles, warps, and parts of a sum whose loads are under way at once."""
+    from ourshard.runtime import codec_triton
+
+    table = Table("codec", "call", "tile", "warps", "together", "ms", title=f"{values.numel()} {values.dtype}")
+    for kind, stochastic in ((Codec.INT8, False), (Codec.INT4, False), (Codec.INT8, True), (Codec.INT4, True)):
+        for name, (run, _) in cases(BlockCodec(kind, block, stochastic), values).items():
+            adds = "add" in name
+            if (stochastic and name != "encode") or name == "decode":
+                continue
+            for tile, warps, together in itertools.product(
+                (1024, 2048, 4096, 8192), (4, 8), (2, 4, 8) if adds else (1,)
+            ):
+                codec_triton.TILE_NUMEL, codec_triton.WARPS, codec_triton.TOGETHER = tile, warps, together
+                seconds = seconds_of(run, device, repeats)
+                label = kind.value + (", stochastic" if stochastic else "")
+                table.add_row(label, name, str(tile), str(warps), str(together), f"{1e3 * seconds:.4f}")
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mib", type=int, default=512, help="MiB of float32 source; bfloat16 takes half")
     parser.add_argument("--block", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--sweep", action="store_true", help="CUDA only")
     args = parser.parse_args()
     device = torch.device(args.device)
     numel = args.mib * (1 << 20) // 4
+    if args.sweep:
+        Console(width=120).print(sweep(torch.randn(numel, device=device).bfloat16(), args.block, device, args.repeats))
+        return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     title = f"{name}; {numel} elements, blocks of {args.block}"
     table = Table("dtype", "codec", "call", "ms", "GB/s", "of copy", title=title)
