@@ -338,7 +338,7 @@ OTHER_FEATURES = tuple(
         ("quantize_training", f"{_REMOVED}; quantize with torchao or peft."),
         ("eigenvalue", f"{_REMOVED}; leave the block out."),
         ("elasticity", f"{_REMOVED}; restart on the ranks that are left, each checkpoint loads on any number."),
-        ("autotuning", "ourshard plan compares configurations without running them; leave the block out."),
+        ("autotuning", "`ourshard plan` compares configurations without running them; leave the block out."),
         ("nebula", f"{_REMOVED}; leave the block out."),
         ("datastates_ckpt", "checkpoints are written by every rank at once, in our own format; leave the block out."),
     )
