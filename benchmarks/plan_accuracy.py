@@ -59,12 +59,15 @@ class Comparison:
 
 
 def results(paths: list[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the measured runs that can be predicted."""
-    for path in paths:
-        for line in path.read_text().splitlines():
-            result = json.loads(line)
-            if result.get("engine") in CONFIGS and result.get("work") in WORKS and result.get("card") in CARDS:
+    """Yield the measured runs that can be predicted, each once."""
+    seen: set[tuple[str, str, float]] = set()
+    for line in (line for path in paths for line in path.read_text().splitlines()):
+        result = json.loads(line)
+        if result.get("engine") in CONFIGS and result.get("work") in WORKS and result.get("card") in CARDS:
+            run = result["engine"], result["work"], round(result["step_ms"], 1)  # some files have more digits
+            if run not in seen:
                 yield result
+            seen.add(run)
 
 
 @functools.cache

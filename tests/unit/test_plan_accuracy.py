@@ -12,8 +12,7 @@ from tests.commands import ROOT
 
 pytest.importorskip("transformers")
 
-# The host decides here, and hosts differ: without a runtime small-48 took 153 and 184 ms on two machines of one kind,
-# and two engines on one machine 62 and 88 ms.
+# The host decides here, and hosts differ: without a runtime small-48 took 148 to 184 ms on five machines of one kind.
 HOST_BOUND = ("llama-1b-host", "small-48")
 
 
@@ -45,7 +44,7 @@ def measured(accuracy: Any) -> list[dict[str, Any]]:
 
 def test_memory_is_within_5_percent_and_time_within_15_where_the_gpu_decides(accuracy: Any) -> None:
     runs = measured(accuracy)
-    assert len(runs) >= 40
+    assert len(runs) >= 30
     for result in runs:
         seen = accuracy.Comparison(result, accuracy.predict(result))
         name = f"{result['work']}, {result['engine']}"
@@ -55,8 +54,9 @@ def test_memory_is_within_5_percent_and_time_within_15_where_the_gpu_decides(acc
 
 
 def test_where_the_host_decides_the_step_is_within_its_error_bar(accuracy: Any) -> None:
-    runs = accuracy.results([ROOT / "benchmarks" / "measured" / "h200x2.jsonl"])
-    for result in (run for run in runs if run["work"] in HOST_BOUND):
+    runs = [run for run in measured(accuracy) if run["work"] in HOST_BOUND]
+    assert len(runs) >= 14
+    for result in runs:
         best, worst = accuracy.predict(result).seconds
         name = f"{result['work']}, {result['engine']}"
         assert best * 0.98 <= result["step_ms"] / 1e3 <= worst * 1.02, f"{name}: {result['step_ms']} ms"

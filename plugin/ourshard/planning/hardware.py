@@ -9,7 +9,8 @@ llama-1b unless said otherwise). Worst and best of what was seen; other machines
 * NCCL: 205 GB/s of 450 for gathers of 122 MB on 2 ranks; 329 to 355 GB/s for an all-reduce of 1 GiB on 2 and 4;
 * peer copies: 349 GB/s;
 * host, without the runtime: 46 to 82 ms for the 2,043 kernels of a forward of work small-48, 80 to 96 ms for the 3,527
-  of its backward; the runtime added 2 to 55 ms for 49 units. The spread is between two machines of one kind;
+  of its backward; the runtime added 2 to 74 ms for its 435 parameters, and -3 to 43 ms for the 165 of llama-1b-host.
+  The spread is between machines of one kind (runs 2, 3, 13 and 14);
 * a matrix product of 787 TFLOP/s ran at 574 beside NCCL's all-gather (Note [Peer copies] in runtime/peer.py).
 """
 
