@@ -31,6 +31,7 @@ PASSED_OVER = {
     "2026-11-28-h200x2-run8.jsonl": "the optimizer on the host before it overlapped",
     "2026-11-28-h200x2-run11-host.jsonl": "groups for both devices, which had no peer copies then; the host decides",
     "2026-11-28-h200x1-run9-offload.jsonl": "the same as run 8, on one card",
+    "2026-11-28-h200x2-run12-offload.jsonl": "clipping in a pass of its own over host memory",
 }
 COMPILED = "llama-1b-compiled"  # kernels are planned as they are without a compiler
 
