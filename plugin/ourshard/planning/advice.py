@@ -156,15 +156,17 @@ def _first_enough(found: Sequence[Change], missing: int) -> str | None:
     enough = next((change for change in found if change.saves >= missing), None)
     if enough is None:
         return None
-    saved = f"{enough.key}: {enough.value} saves {readable(enough.saves)} ({enough.price})"
-    return f"The cheapest change that would fit: {saved}."
+    return (
+        f"The cheapest change that would fit: {enough.key}: {enough.value} saves {readable(enough.saves)} "
+        f"({enough.price})."
+    )
 
 
 def explain_host(model: nn.Module, config: ShardConfig, mesh: MeshSizes, *, missing: int) -> str:
     """Say what the runtime keeps in the host memory that ran out beside a GPU, and how to keep less of it there."""
     memory = runtime_memory(model, config, mesh)
-    held = f"the runtime and the optimizer hold {readable(memory.host)} of it on this rank"
-    lines = [f"ourshard: host memory ran out; {held}."]
+    held = readable(memory.host)
+    lines = [f"ourshard: host memory ran out; the runtime and the optimizer hold {held} of it on this rank."]
     if memory.host:
         found = list(_back_on_the_gpu(model, config, mesh, memory))
         lines.append(_first_enough(found, missing) or _last_resort(found))
