@@ -1,51 +1,89 @@
-"""What ranks agree on before a captured step, with real ranks; the capture itself is held by tests/gpu/graphs.py.
+"""Captured steps with real ranks: what they agree on, and what a replay computes and leaves on the host.
 
-On CPUs nothing can be captured: what stands for a capture here runs the step eagerly when it is replayed.
+CUDA graphs need a GPU (tests/gpu/graphs.py). Here a tape stands for a graph: it notes the operations of a capture,
+collectives included, and a replay does them again on the same memory. All else is as on a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ourshard.runtime import collectives
 from ourshard.runtime import engine as engine_module
-from ourshard.runtime.api import engine_of, full_state_dict, shard_model
+from ourshard.runtime.api import clip_grad_norm_, engine_of, full_state_dict, shard_model
+from ourshard.runtime.buffer import Slot
 from ourshard.runtime.graph_policy import WARMUP, Inputs
 from ourshard.runtime.graphs import Captured, GraphedForward
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.integrations.tiny import FEATURES, tiny
 
-STEPS, ODD, SKIPPED = 9, 5, 7  # the steps in which rank 1 has another shape, and in which no backward follows
+STEPS, ODD, SKIPPED, EVALUATED = 11, 5, 7, 8  # rank 1 has another shape; no backward follows; an evaluation follows
 
 
-class Stand(Captured):
-    """Stands for a captured step."""
+class Tape(TorchDispatchMode):
+    """Notes operations, and does them again."""
 
-    def __init__(self, graphs: Any, inputs: Inputs) -> None:
-        self._engine, self._run, self._graded = graphs._engine, graphs._eager, [0]
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        aliases = [returned.alias_info for returned in operator._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not is_view and "empty" not in operator._schema.name:
+            writes = any(argument.alias_info is not None for argument in operator._schema.arguments)
+            self._done.append((operator, args, kwargs or {}, None if writes else result))
+        return result
+
+    def replay(self) -> None:
+        for operator, args, kwargs, before in self._done:
+            result = operator(*args, **kwargs)
+            if operator.namespace == "c10d":
+                dist.Work.unbox(result[-1]).wait()
+            elif before is not None:
+                pairs = zip(_tensors(before), _tensors(result), strict=True)
+                for old, new in pairs:
+                    old.copy_(new)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+
+
+def _finish_apart(work: dist.Work) -> None:
+    """Wait for gloo off the tape: what it copies at the end it copies in a replay too."""
+    with _disable_current_modes():
+        work.wait()
+
+
+class Taped(Captured):
+    """A captured step whose graphs are tapes."""
+
+    def __init__(self, engine: Any, inputs: Inputs) -> None:
+        self._engine = engine
+        self._forward, self._backward = Tape(), Tape()  # type: ignore[assignment]
+        self._leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves]
+        self._spec = inputs.spec
         self._ticket = lambda: None  # type: ignore[assignment]
         self.anchor = torch.zeros(1, requires_grad=True)
-        self.differentiable = {0}
+        self.differentiable = set()
 
-    def fill(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-
-    def play_forward(self) -> tuple[torch.Tensor, ...]:
-        with torch.enable_grad():
-            self._kept = self._run(tuple(self._inputs.leaves), {})
-        return (self._kept.detach(),)
-
-    def play_backward(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        self._engine.control.agree("the backward of a captured step")
-        self._kept.backward(grads[0])
-
-    def put_together(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        return outputs[0]
+    @contextmanager
+    def _capturing(self, graph: Any) -> Iterator[None]:
+        with graph:
+            yield
 
 
-class Standing(GraphedForward):
-    """A forward whose captures stand for themselves; on `failing` ranks they fail."""
+class TapedForward(GraphedForward):
+    """A forward whose captures are tapes; on `failing` ranks they fail. In the place of `RootHooks`."""
 
     failing: tuple[int, ...] = ()
 
@@ -57,27 +95,45 @@ class Standing(GraphedForward):
             super().__init__(self._made_for, model[0])
         super().attach()
 
-    def _eager(self, args: Any, kwargs: Any = None) -> Any:
-        return super()._eager(args, kwargs or {})
-
     def _recorded(self, inputs: Inputs) -> Captured:
+        captured = Taped(self._engine, inputs)
+        captured.record(self._eager, sorted(self._graded[inputs.key]))
         if self._engine.mesh.world.rank in self.failing:
             raise RuntimeError("the model reads a value")
-        return Stand(self, inputs)
+        return captured
 
 
-def train(stage: int, graphs: bool, failing: tuple[int, ...] = ()) -> Any:
-    before = engine_module.RootHooks
-    Standing.failing = failing
-    if graphs:
-        engine_module.RootHooks = Standing  # type: ignore[misc,assignment]
+@contextmanager
+def taping() -> Iterator[None]:
+    """Let models be sharded with taped forwards, and slots keep their memory, as that of a graph does."""
+    root, allocate, free, finish = engine_module.RootHooks, Slot.allocate, Slot.free, collectives._finish
+    engine_module.RootHooks = TapedForward  # type: ignore[misc,assignment]
+    Slot.allocate = lambda self: setattr(self, "allocated", True)  # type: ignore[method-assign]
+    Slot.free = lambda self: setattr(self, "allocated", False)  # type: ignore[method-assign]
+    collectives._finish = _finish_apart
     try:
-        model = shard_model(tiny(), {"stage": stage})
+        yield
     finally:
-        engine_module.RootHooks = before  # type: ignore[misc]
+        collectives._finish = finish
+        engine_module.RootHooks = root  # type: ignore[misc]
+        Slot.allocate, Slot.free = allocate, free  # type: ignore[method-assign]
+
+
+def train(config: dict[str, Any], taped: bool, failing: tuple[int, ...] = ()) -> Any:
+    """Return losses, whole weights, replays, and what the ledger counted."""
+    TapedForward.failing = failing
+    if taped:
+        with taping():
+            return train_with({**config, "ledger": True})
+    return train_with({**config, "ledger": True})
+
+
+def train_with(config: dict[str, Any]) -> Any:
+    model = shard_model(tiny(), config)
     engine = engine_of(model)
     assert engine is not None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert engine.ledger is not None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
         rows = 2 if step == ODD and engine.mesh.world.rank == 1 else 4
@@ -85,27 +141,40 @@ def train(stage: int, graphs: bool, failing: tuple[int, ...] = ()) -> Any:
         loss = model(torch.randn(rows, FEATURES, generator=generator)).pow(2).mean()
         losses.append(loss.item())
         if step != SKIPPED:
-            loss.backward()
+            (3 * loss).backward()
+            losses.append(float(clip_grad_norm_(model, 0.5)))
             optimizer.step()
             optimizer.zero_grad()
+        if step == EVALUATED:
+            with torch.no_grad():
+                losses.append(model(torch.ones(3, FEATURES)).sum().item())
         del loss
-    return losses, full_state_dict(model), engine.replayed
+    counted = {name: number for name, number in engine.ledger.calls.items() if "reduce" in name}
+    return losses, full_state_dict(model), engine.replayed, counted
+
+
+CONFIGS = [{"stage": stage} for stage in (0, 1, 2, 3)]
+CONFIGS += [{"stage": stage, "precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}} for stage in (1, 3)]
+CONFIGS += [{"stage": 3, "reshard_after_forward": False}, {"stage": 3, "persist_below": 0, "prefetch": {"forward": 2}}]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_replay_together_and_run_eagerly_together_where_one_of_them_must(ranks: Any, stage: int) -> None:
-    plain = ranks(2)(train, stage, False, timeout=60)
-    replaying = ranks(2)(train, stage, True, timeout=60)
-    for (losses, state, _), (same, also, replayed) in zip(plain, replaying, strict=True):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_replayed_steps_are_eager_ones_bit_for_bit_and_ranks_take_the_same_way(
+    ranks: Any, config: dict[str, Any]
+) -> None:
+    plain = ranks(2)(train, config, False, timeout=60)
+    taped = ranks(2)(train, config, True, timeout=60)
+    for (losses, state, _, counted), (same, also, replayed, recounted) in zip(plain, taped, strict=True):
         assert losses == same
         assert all(torch.equal(value, also[name]) for name, value in state.items())
         assert replayed == STEPS - WARMUP - 1
+        assert counted == recounted
 
 
 @pytest.mark.ranks
 def test_a_capture_that_fails_on_one_rank_is_dropped_on_all(ranks: Any) -> None:
-    plain = ranks(2)(train, 3, False, timeout=60)
-    failing = ranks(2)(train, 3, True, (1,), timeout=60)
-    assert [losses for losses, _, _ in plain] == [losses for losses, _, _ in failing]
-    assert [replayed for _, _, replayed in failing] == [0, 0]
+    plain = ranks(2)(train, {"stage": 3}, False, timeout=60)
+    failing = ranks(2)(train, {"stage": 3}, True, (1,), timeout=60)
+    assert [losses for losses, *_ in plain] == [losses for losses, *_ in failing]
+    assert [result[2] for result in failing] == [0, 0]

@@ -114,7 +114,9 @@ class Captured:
         self._missing = [leaf is None for leaf in leaves]
         self.differentiable = {place for place, tensor in enumerate(tensors) if tensor.requires_grad}
         self.after_backward = AfterBackward(engine)
-        self._counts = engine.ledger.counts(since=before) if engine.ledger is not None and before is not None else None
+        if engine.ledger is not None:
+            self._counts = engine.ledger.counts(since=before)
+            engine.ledger.add(self._counts, -1)  # nothing was done yet
 
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -184,7 +186,7 @@ class Captured:
                 static.zero_()
         self._backward.replay()
         self.after_backward.restore()
-        if self._engine.ledger is not None and self._counts is not None:
+        if self._engine.ledger is not None:
             self._engine.ledger.add(self._counts)
 
     def put_together(self, outputs: tuple[torch.Tensor, ...]) -> Any:

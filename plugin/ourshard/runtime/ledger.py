@@ -68,10 +68,10 @@ class Ledger:
         now = tuple(Counter(counter) for counter in (self.wire, self.calls, self.gathers, self.reduces))
         return now if since is None else tuple(a - b for a, b in zip(now, since, strict=True))
 
-    def add(self, counts: tuple[Counter[str], ...]) -> None:
-        """Count again what `counts` returned: the same was done by a graph."""
+    def add(self, counts: tuple[Counter[str], ...], sign: int = 1) -> None:
+        """Count again what `counts` returned, since a graph did it; or, with -1, take it back."""
         for counter, more in zip((self.wire, self.calls, self.gathers, self.reduces), counts, strict=True):
-            counter.update(more)
+            counter.update({name: sign * number for name, number in more.items()})
 
     @property
     def held(self) -> dict[str, int]:
