@@ -34,6 +34,7 @@ import torch.distributed as dist
 from ourshard.integrations import stopping
 from ourshard.runtime.control import stop_watching
 from ourshard.runtime.engine import ENGINES
+from ourshard.runtime.graphs import let_go_of_graphs
 from ourshard.runtime.mesh import let_go, let_go_of_all
 
 GRACE = 3.0  # seconds that a rank with a lost connection leaves to the one that failed first
@@ -67,6 +68,7 @@ def _leave_group() -> None:
 
 def _let_go_of_groups() -> None:
     """Drop the references of all engines to process groups, which nothing can use any more."""
+    let_go_of_graphs()
     for engine in ENGINES:
         engine.control.group = engine.control.patient = None
         let_go(engine.mesh)

@@ -28,6 +28,7 @@ from ourshard.checkpoint.sharded import is_ours
 from ourshard.config import CheckpointFormat
 from ourshard.integrations import foreign_resume, models, optimizer_state, stopping
 from ourshard.runtime import api
+from ourshard.runtime.graphs import let_go_of_graphs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _Base
@@ -225,6 +226,7 @@ class SavingMixin(_Base):
         """End as accelerate does, which destroys the process group, after the last background save."""
         wait_for_save()
         stopping.finish()
+        let_go_of_graphs()
         super().end_training()
 
     def _engines(self) -> list[api.Engine]:

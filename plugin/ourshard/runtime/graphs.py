@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ourshard")
 
 TRIED = False  # on GPUs, by tests/gpu/graphs.py
+_LIVE: weakref.WeakSet[GraphedForward] = weakref.WeakSet()
 _PREFIX = "a forward with gradients, "
 
 
@@ -189,10 +190,21 @@ class Captured:
         if self._engine.ledger is not None:
             self._engine.ledger.add(self._counts)
 
+    def let_go(self) -> None:
+        """Destroy the graphs; a backward that has not run can't any more."""
+        self._forward.reset()
+        self._backward.reset()
+
     def put_together(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Return outputs in the form in which the model returns them."""
         fresh = iter(outputs)
         return tree_unflatten([None if missing else next(fresh) for missing in self._missing], self._out_spec)
+
+
+def let_go_of_graphs() -> None:
+    """Destroy all graphs of this process: NCCL takes a group down no sooner than the graphs that have calls of it."""
+    for forward in list(_LIVE):
+        forward.let_go()
 
 
 @contextmanager
@@ -243,6 +255,7 @@ class GraphedForward:
 
     def attach(self) -> None:
         """Replace the model's forward; its signature stays."""
+        _LIVE.add(self)
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -265,6 +278,12 @@ class GraphedForward:
         if way is Way.CAPTURE and not self._capture(inputs):
             return self._counted(inputs, args, kwargs)
         return self._replay(self._policy.captured(inputs.key), inputs)
+
+    def let_go(self) -> None:
+        """Destroy all graphs; forwards start anew."""
+        for captured in self._policy.all_captured():
+            captured.let_go()
+        self._policy = Policy()
 
     def way(self, inputs: Inputs | str) -> tuple[Way, str]:
         """Return what this rank would do, and, where that is not as usual, why."""
