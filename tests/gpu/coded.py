@@ -215,6 +215,8 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
+    for faster in ("flash", "mem_efficient", "cudnn"):  # attention whose backward may add in another order each time
+        getattr(torch.backends.cuda, f"enable_{faster}_sdp")(False)
     poison_stale_secondary_shards()
     words, bad = sys.argv[1:], 0
     found, alike = cases()

@@ -76,11 +76,13 @@ def test_kernels_give_the_bits_of_the_reference(
     codec_torch.decode(codec, expected, expected_result, PARTS)
     assert same_bits(result.cpu(), expected_result)
 
-    acc = torch.randn(values.numel() // PARTS, generator=torch.Generator().manual_seed(1))
-    result = acc.to(device, copy=True)
-    codec_triton.decode_add(codec, message, result, 1 / 3, PARTS)
-    codec_torch.decode_add(codec, expected, acc, 1 / 3, PARTS)
-    assert same_bits(result.cpu(), acc)
+    for parts in (PARTS, 2 * PARTS, 1):  # as many loads together as divide it
+        several = message[: message.numel() // PARTS].repeat(parts)
+        result = torch.full((values.numel() // PARTS,), torch.nan, dtype=dtype, device=device)
+        total = torch.full_like(result, torch.nan, device="cpu")
+        codec_triton.decode_sum(codec, several, result, 1 / 3, parts)
+        codec_torch.decode_sum(codec, several.cpu(), total, 1 / 3, parts)
+        assert same_bits(result.cpu(), total)
 
 
 @pytest.mark.parametrize("kind", [Codec.INT8, Codec.INT4, Codec.FP8])

@@ -76,12 +76,12 @@ def _pace_of_reductions(config: ShardConfig, mesh: MeshSizes, hardware: Hardware
     exact = [Collective("reduce_scatter", "shard", width * numel)]
     exact += [Collective(name, "replicate", width * shard) for name in over_replicas]
     coded = [Collective("all_to_all", "shard", message)]
-    coding = _coding_nbytes(numel, width, codec) + message + 8 * shard  # sums are read and written in float32
-    kernels = 4  # codes, zeros, sums, a cast
+    coding = _coding_nbytes(numel, width, codec) + message + width * shard
+    kernels = 2  # codes, sums
     if in_two_hops(config, mesh.node, mesh.cross):
         coded = [Collective("all_to_all", "node", message), Collective("all_to_all", "cross", message // mesh.node)]
-        coding += 2 * 2 * message + (8 + 4) * shard * mesh.cross + 2 * message // mesh.node  # two swaps, sums, codes
-        kernels += 4 + mesh.cross
+        coding += 2 * 2 * message + (4 + 4) * shard * mesh.cross + 2 * message // mesh.node  # two swaps, sums, codes
+        kernels += 3 + mesh.cross
     if mesh.replicate > 1:
         part = codec.nbytes(replica_part(shard, mesh.replicate, codec.block) * mesh.replicate)
         names = ["all_to_all"] if divided else ["all_to_all", "all_gather"]

@@ -111,15 +111,14 @@ class BlockCodec:
         self._check(out, src, parts)
         _backend(src).decode(self, src, out, parts)
 
-    def decode_add(self, src: Tensor, acc: Tensor, scale: float = 1.0, *, parts: int = 1) -> None:
-        """Add `scale` times each of `parts` messages to `acc` (flat, float32), in their order.
+    def decode_sum(self, src: Tensor, out: Tensor, scale: float = 1.0, *, parts: int = 1) -> None:
+        """Overwrite `out` (flat, float) with the sum of `scale` times each of `parts` messages, in float32, in order.
 
-        Each message has as many elements as `acc`: this is the reduction of what an all-to-all delivers.
+        Each message has as many elements as `out`: this is the reduction of what an all-to-all delivers.
         """
-        assert acc.dtype == torch.float32, f"sums are kept in float32; got {acc.dtype}"
-        assert src.numel() == parts * self.nbytes(acc.numel()), f"{src.numel()} bytes are not {parts} messages"
-        self._check(acc, src[: self.nbytes(acc.numel())], 1)
-        _backend(src).decode_add(self, src, acc, scale, parts)
+        assert src.numel() == parts * self.nbytes(out.numel()), f"{src.numel()} bytes are not {parts} messages"
+        self._check(out, src[: self.nbytes(out.numel())], 1)
+        _backend(src).decode_sum(self, src, out, scale, parts)
 
     def encode_with_feedback(
         self, src: Tensor, residual: Tensor, out: Tensor, *, seed: int | None = None, parts: int = 1

@@ -115,8 +115,8 @@ def decode(
 
 
 @triton.jit
-def decode_add(
-    acc,
+def decode_sum(
+    out,
     message,
     blocks,
     part_nbytes,
@@ -128,14 +128,14 @@ def decode_add(
     GROUP: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Add `parts` messages, a multiple of TOGETHER: of so many parts the loads are under way at once."""
+    """Sum `parts` messages, a multiple of TOGETHER: of so many parts the loads are under way at once."""
+    WIDTH: tl.constexpr = BLOCK // 2 if KIND == INT4 else BLOCK
     rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    columns = tl.arange(0, BLOCK // 2 if KIND == INT4 else BLOCK)
+    columns = tl.arange(0, WIDTH)
     mask = (rows < blocks)[:, None]
     places = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
-    sums = tl.load(acc + places, mask=mask)
-    if KIND == INT4:
-        high_sums = tl.load(acc + places + BLOCK // 2, mask=mask)
+    sums = tl.zeros((GROUP, WIDTH), tl.float32)
+    high_sums = tl.zeros((GROUP, WIDTH), tl.float32)
     body = message
     for _ in range(parts // TOGETHER):
         for _ in tl.static_range(TOGETHER):
@@ -147,9 +147,9 @@ def decode_add(
             else:
                 sums += _byte_values(codes, KIND) * scales * factor
             body += part_nbytes
-    tl.store(acc + places, sums, mask=mask)
+    tl.store(out + places, sums, mask=mask)
     if KIND == INT4:
-        tl.store(acc + places + BLOCK // 2, high_sums, mask=mask)
+        tl.store(out + places + BLOCK // 2, high_sums, mask=mask)
 
 
 @triton.jit

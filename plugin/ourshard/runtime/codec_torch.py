@@ -42,11 +42,13 @@ def decode(codec: BlockCodec, src: Tensor, out: Tensor, parts: int) -> None:
         chunk.values.copy_(_decoded(codec, chunk))
 
 
-def decode_add(codec: BlockCodec, src: Tensor, acc: Tensor, scale: float, parts: int) -> None:
-    for message in src.view(parts, -1):
-        for chunk in _chunks(codec, acc, message, 1):
+def decode_sum(codec: BlockCodec, src: Tensor, out: Tensor, scale: float, parts: int) -> None:
+    for pieces in zip(*(_chunks(codec, out, message, 1) for message in src.view(parts, -1)), strict=True):
+        total = torch.zeros_like(pieces[0].values, dtype=torch.float32)
+        for piece in pieces:
             # No `alpha=`: torch fuses that into the addition, and the bits would differ from the kernel's.
-            chunk.values.add_(_decoded(codec, chunk).mul_(scale))
+            total.add_(_decoded(codec, piece).mul_(scale))
+        pieces[0].values.copy_(total)
 
 
 def _chunks(codec: BlockCodec, values: Tensor, message: Tensor, parts: int) -> Iterator[_Chunk]:

@@ -39,9 +39,9 @@ def decode(codec: BlockCodec, src: Tensor, out: Tensor, parts: int) -> None:
     _launch(codec, codec_kernels.decode, out, src, parts)
 
 
-def decode_add(codec: BlockCodec, src: Tensor, acc: Tensor, scale: float, parts: int) -> None:
+def decode_sum(codec: BlockCodec, src: Tensor, out: Tensor, scale: float, parts: int) -> None:
     together = math.gcd(parts, TOGETHER)
-    _launch(codec, codec_kernels.decode_add, acc, src, 1, float(scale), parts, TOGETHER=together)
+    _launch(codec, codec_kernels.decode_sum, out, src, 1, float(scale), parts, TOGETHER=together)
 
 
 def _fp8_cast(tensor: Tensor) -> bool:

@@ -150,7 +150,7 @@ class GradientCoder:
                 return
             self._encode(Site.SENT, whole, sent, axis.size)
             self._exchange(received, sent, axis)
-            self._mean_of(received, segment, axis.size)
+            self.codec.decode_sum(received, segment, 1 / axis.size, parts=axis.size)
 
     def _two_hops(self, segment: torch.Tensor, whole: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> None:
         node, cross = self._engine.mesh.node, self._engine.mesh.cross
@@ -162,11 +162,11 @@ class GradientCoder:
         with self._sums(whole, segment.numel() * cross.size) as sums:
             parts = sent.view(cross.size, -1)
             for number, total in enumerate(sums.view(cross.size, -1)):
-                self.codec.decode_add(parts[number], total, 1 / node.size, parts=node.size)
+                self.codec.decode_sum(parts[number], total, 1 / node.size, parts=node.size)
             outgoing, incoming = sent[: cross.size * message], received[: cross.size * message]
             self._encode(Site.NODE, sums, outgoing, cross.size)
         self._exchange(incoming, outgoing, cross)
-        self._mean_of(incoming, segment, cross.size)
+        self.codec.decode_sum(incoming, segment, 1 / cross.size, parts=cross.size)
 
     def mean_part(self, own: torch.Tensor, segment: torch.Tensor) -> None:
         """Leave the mean over `replicate` of this rank's part of `segment` in `own`, where masters are divided."""
@@ -174,7 +174,7 @@ class GradientCoder:
         with self._messages(self.codec.nbytes(segment.numel()), segment.device) as (sent, received):
             self._encode(Site.REPLICA, segment, sent, axis.size)
             self._exchange(received, sent, axis)
-            self._mean_of(received, own, axis.size)
+            self.codec.decode_sum(received, own, 1 / axis.size, parts=axis.size)
 
     def mean_replicas(self, segment: torch.Tensor) -> None:
         """Replace `segment`, what this rank keeps of the lane, by its mean over `replicate`."""
@@ -188,8 +188,8 @@ class GradientCoder:
         with self._messages(axis.size * message, segment.device) as (sent, received):
             self._encode(Site.REPLICA, padded, sent, axis.size)
             self._exchange(received, sent, axis)
-            mean = torch.zeros(part, device=segment.device)
-            self.codec.decode_add(received, mean, 1 / axis.size, parts=axis.size)
+            mean = torch.empty(part, device=segment.device)
+            self.codec.decode_sum(received, mean, 1 / axis.size, parts=axis.size)
             own = sent[axis.rank * message : (axis.rank + 1) * message]
             self._encode(Site.MEAN, mean, own)
             self._engine.collectives.all_gather(sent, own, axis, self._label)
@@ -199,14 +199,6 @@ class GradientCoder:
 
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis) -> None:
         self._engine.collectives.all_to_all(received, sent, axis, self._label)
-
-    def _mean_of(self, messages: torch.Tensor, segment: torch.Tensor, count: int) -> None:
-        if segment.dtype == torch.float32:
-            self.codec.decode_add(messages, segment.zero_(), 1 / count, parts=count)
-            return
-        mean = torch.zeros_like(segment, dtype=torch.float32)
-        self.codec.decode_add(messages, mean, 1 / count, parts=count)
-        segment.copy_(mean)
 
     @contextmanager
     def _messages(self, nbytes: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -219,11 +211,11 @@ class GradientCoder:
 
     @contextmanager
     def _sums(self, whole: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
-        """Lend zeros in float32 for the sums of a node: `whole` itself, which has been coded, where the dtype is so."""
+        """Lend memory for the sums of a node, in float32: `whole` itself, which has been coded, where it is that."""
         if whole.dtype == torch.float32:
-            yield whole[:numel].zero_()
+            yield whole[:numel]
             return
-        sums = torch.zeros(numel, device=whole.device)
+        sums = torch.empty(numel, device=whole.device)
         self._hold(sums.nbytes)
         yield sums
         self._hold(-sums.nbytes)
