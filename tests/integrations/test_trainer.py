@@ -6,6 +6,7 @@ Cases C01, C06, A01, B01, B05, B06, D02, F05 of CASES.md.
 from __future__ import annotations
 
 import functools
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,54 @@ def test_a_save_on_one_rank_alone_is_an_error_that_names_both_sides(ranks, folde
     assert "rank 0: save_pretrained" in ended.values[0]
     assert "rank 1: " in ended.values[0]
     assert ended.seconds < 50
+
+
+def saves_as_before(folder: str, peft: str | None) -> bool:
+    """Save with the `save_model` of transformers 5.3, which calls `_save` on the ranks that write alone."""
+    from ourshard.integrations import trainer as whole
+    from safetensors.torch import load_file
+
+    from tests.integrations.client_runs import trainer_of
+    from tests.integrations.trainer_runs import whole_state
+
+    def before(trainer: Any, output_dir: str, _internal_call: bool) -> None:
+        if trainer.args.should_save:
+            trainer._save(output_dir)
+
+    trainer = trainer_of(Case(steps=1, peft=peft), folder, {**SHARD, "stage": 3})
+    trainer.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole.seams, "saves_on_writers_alone", lambda cls: True)
+        whole.save_model(before, trainer, folder)
+    trainer.accelerator.wait_for_everyone()
+    state = whole_state(trainer.model)
+    kind, ending = ("adapter_model", ".default.weight") if peft else ("model", ".weight")
+    saved = load_file(f"{folder}/{kind}.safetensors")
+    return all(torch.equal(value, state[name.replace(".weight", ending)]) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("peft", [None, "lora"])
+def test_a_version_that_saves_on_one_rank_alone_gets_what_the_others_hold(ranks, tmp_path, peft):
+    assert ranks(2)(saves_as_before, str(tmp_path), peft, timeout=40) == [True, True]
+
+
+def test_a_version_that_saves_on_one_rank_alone_is_seen_in_its_source(tmp_path, monkeypatch):
+    from ourshard.integrations import transformers_seams as seams
+    from transformers import Seq2SeqTrainer
+
+    assert not seams.saves_on_writers_alone(Seq2SeqTrainer)
+    source = """
+        class Trainer:
+            __module__ = "transformers.trainer"
+
+            def save_model(self):
+                if False:
+                    pass
+                elif self.args.should_save:
+                    self._save()
+    """
+    (tmp_path / "before.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    import before
+
+    assert seams.saves_on_writers_alone(before.Trainer)

@@ -47,19 +47,20 @@ def assert_same(ours: Told, wanted: Told) -> None:
         assert sharded
         assert not wanted[kind][0]
         assert steps.shape == (3, 2)
-        assert np.abs(steps - wanted[kind][1]).max() < 1e-5, (kind, steps, wanted[kind][1])
+        assert np.allclose(steps, wanted[kind][1], rtol=1e-6, atol=1e-5), (kind, steps, wanted[kind][1])
         assert steps[:, 1].max() > 0, (kind, steps)
 
 
-def test_sft_dpo_and_reward_train_as_one_process_on_the_joined_batches(folder):
-    kinds = ["sft", "dpo", "reward"]
+def test_sft_dpo_kto_and_reward_train_as_one_process_on_the_joined_batches(folder):
+    kinds = ["sft", "dpo", "kto", "reward"]
     assert_same(train(folder, kinds, 2, OURS), train(folder, kinds, 1))
 
 
-def test_grpo_trains_as_under_stock_ddp(folder):
+def test_grpo_and_rloo_train_as_under_stock_ddp(folder):
     """What a rank samples depends on the number of ranks, so the measure is DDP on as many."""
-    stock = train(folder, ["grpo"], 2, {"ACCELERATE_USE_CPU": "true"})
-    assert_same(train(folder, ["grpo"], 2, OURS), stock)
+    kinds = ["grpo", "rloo"]
+    stock = train(folder, kinds, 2, {"ACCELERATE_USE_CPU": "true"})
+    assert_same(train(folder, kinds, 2, OURS), stock)
 
 
 def sent_to_vllm(folder: str, shard: dict[str, Any] | None) -> dict[str, dict[str, torch.Tensor]]:

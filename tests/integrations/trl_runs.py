@@ -69,12 +69,18 @@ def trainer(kind: str, folder: Path, world: int) -> Any:
         return trl.SFTTrainer(model, trl.SFTConfig(**common), train_dataset=examples(text=lambda i: text(i, 6)))
     if kind == "dpo":
         data = examples(prompt=lambda i: text(i, 3), **pair)
-        return trl.DPOTrainer(model, args=trl.DPOConfig(**common), train_dataset=data)
+        syncing = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+        return trl.DPOTrainer(model, args=trl.DPOConfig(**common, **syncing), train_dataset=data)
+    if kind == "kto":
+        columns = {"completion": lambda i: text(i + 1, 4), "label": lambda i: i % 2 == 0}
+        data = examples(prompt=lambda i: text(i, 3), **columns)
+        return trl.KTOTrainer(model, args=trl.KTOConfig(**common), train_dataset=data)
     if kind == "reward":
         return trl.RewardTrainer(judge, args=trl.RewardConfig(**common), train_dataset=examples(**pair))
-    assert kind == "grpo", kind
-    config = trl.GRPOConfig(**common, num_generations=2, max_completion_length=6, beta=0.1)
-    return trl.GRPOTrainer(model, reward, args=config, train_dataset=examples(prompt=lambda i: text(i, 3)))
+    assert kind in ("grpo", "rloo"), kind
+    made = (trl.GRPOConfig, trl.GRPOTrainer) if kind == "grpo" else (trl.RLOOConfig, trl.RLOOTrainer)
+    config = made[0](**common, num_generations=2, max_completion_length=6, beta=0.1)
+    return made[1](model, reward, args=config, train_dataset=examples(prompt=lambda i: text(i, 3)))
 
 
 def main(folder: Path, kinds: list[str]) -> None:

@@ -26,6 +26,7 @@ from ourshard.integrations import (
     plain_optimizer,
     trainer_checkpoint,
 )
+from ourshard.integrations import transformers_seams as seams
 from ourshard.integrations.pretrained import save_dtype
 from ourshard.integrations.trainer_checkpoint import SCHEDULER
 from ourshard.runtime.part import engines_in, part_state
@@ -42,6 +43,21 @@ def _move_model_to_device(method: Method, trainer: Any, model: nn.Module, device
     """Leave the model where it is: `prepare` puts this rank's shard onto the device."""
 
 
+def save_model(method: Method, trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """Gather on ranks that don't write, too, where this version of the Trainer calls `_save` on the others alone."""
+    outside = not trainer.args.should_save and seams.saves_on_writers_alone(type(trainer))
+    if outside and engines_in(trainer.model) and not trainer_checkpoint.is_writing(trainer):
+        _gather_for_writers(trainer, output_dir)
+    method(trainer, output_dir, _internal_call)
+
+
+def _gather_for_writers(trainer: Any, output_dir: str | None) -> None:
+    if isinstance(trainer.model, _saves_itself()):
+        trainer.model.save_pretrained(output_dir or trainer.args.output_dir, is_main_process=False)
+    else:
+        part_state(trainer.model, "Trainer.save_model", dtype=save_dtype(trainer.model), keep=False)
+
+
 def _save(method: Method, trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
     """Gather on every rank what the writing ranks write. The Trainer itself would leave all but those outside."""
     if trainer_checkpoint.is_writing(trainer):
@@ -49,13 +65,12 @@ def _save(method: Method, trainer: Any, output_dir: str | None = None, state_dic
             trainer_checkpoint.attempt(trainer, lambda: method(trainer, output_dir, {}))
     elif state_dict is not None or not engines_in(trainer.model):
         method(trainer, output_dir, state_dict)
+    elif not trainer.args.should_save:
+        _gather_for_writers(trainer, output_dir)
     elif isinstance(trainer.model, _saves_itself()):
-        if not trainer.args.should_save:  # the Trainer returns here; the others gather in `save_pretrained`
-            trainer.model.save_pretrained(output_dir or trainer.args.output_dir, is_main_process=False)
-        method(trainer, output_dir)
+        method(trainer, output_dir)  # which gathers in `save_pretrained`
     else:
-        keep = trainer.args.should_save
-        state = part_state(trainer.model, "Trainer.save_model", dtype=save_dtype(trainer.model), keep=keep)
+        state = part_state(trainer.model, "Trainer.save_model", dtype=save_dtype(trainer.model))
         method(trainer, output_dir, state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from importlib import metadata
 from types import ModuleType
@@ -12,6 +13,7 @@ TRIED = "5.24"
 
 # `transformers.trainer.Trainer`
 TRAINER: dict[str, tuple[str, ...]] = {
+    "save_model": ("output_dir", "_internal_call"),
     "_save": ("output_dir", "state_dict"),
     "_save_checkpoint": ("model", "trial"),
     "_save_optimizer_and_scheduler": ("output_dir",),
@@ -56,6 +58,13 @@ PEFT: dict[str, tuple[str, ...]] = {
     "save_pretrained": ("save_directory", "is_main_process"),
     "get_prompt_embedding_to_save": ("adapter_name",),
 }
+
+
+@functools.cache
+def saves_on_writers_alone(cls: type) -> bool:
+    """Tell whether `save_model` calls `_save` on the ranks that write alone, as the Trainer of 5.3 does."""
+    trainer = next(base for base in cls.__mro__ if base.__module__ == "transformers.trainer")
+    return "elif self.args.should_save:" in inspect.getsource(inspect.unwrap(vars(trainer)["save_model"]))
 
 
 def of_trainer(module: ModuleType) -> list[str]:
