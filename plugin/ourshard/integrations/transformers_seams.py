@@ -9,7 +9,7 @@ from types import ModuleType
 
 from ourshard.integrations.seams import missing
 
-TRIED = "5.24"
+TRIED = "5.3 and 5.24"
 
 # `transformers.trainer.Trainer`
 TRAINER: dict[str, tuple[str, ...]] = {
