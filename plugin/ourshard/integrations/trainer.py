@@ -45,7 +45,7 @@ def _move_model_to_device(method: Method, trainer: Any, model: nn.Module, device
 
 def save_model(method: Method, trainer: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """Gather on ranks that don't write, too, where this version of the Trainer calls `_save` on the others alone."""
-    outside = not trainer.args.should_save and seams.saves_on_writers_alone(type(trainer))
+    outside = not trainer.args.should_save and seams.saves_on_writers_alone(trainer.__class__)
     if outside and engines_in(trainer.model) and not trainer_checkpoint.is_writing(trainer):
         _gather_for_writers(trainer, output_dir)
     method(trainer, output_dir, _internal_call)
