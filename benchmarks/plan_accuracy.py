@@ -8,6 +8,7 @@ Each line of the files is a result of `run_one.py`; those of ourshard's engines 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -71,13 +72,13 @@ def results(paths: list[Path]) -> Iterator[dict[str, Any]]:
 
 
 @functools.cache
-def planner(work_name: str, card: str, world: int) -> Planner:
-    """Return the planner of one work: `shard_model` without Accelerate, AdamW, clipping."""
+def planner(work_name: str) -> Planner:
+    """Return the planner of one work: `shard_model` without Accelerate, AdamW, clipping; on any hardware."""
     work = WORKS[work_name]
     with torch.device("meta"):
         model = work.build()
     workload = Workload(make_batch(model, work.batch, work.seq), accelerate=False)
-    return Planner(model, workload, hardware_of(CARDS[card], world))
+    return Planner(model, workload, hardware_of("h200", 1))
 
 
 def predict(result: dict[str, Any]) -> Row:
@@ -92,7 +93,7 @@ def _predict(engine: str, work: str, card: str, world: int) -> Row:
     config = ShardConfig.from_dict(
         {**values, "precision": precision, "activation_checkpointing": WORKS[work].checkpoint}
     )
-    return planner(work, card, world).row(config)
+    return dataclasses.replace(planner(work), hardware=hardware_of(CARDS[card], world)).row(config)
 
 
 def print_runs(seen: list[Comparison]) -> None:
