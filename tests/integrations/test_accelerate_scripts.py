@@ -1,7 +1,13 @@
-"""accelerate's own installed test scripts, unmodified, under our config on two CPU processes."""
+"""accelerate's own installed test scripts, unmodified, under our config on two CPU processes.
+
+At stage 3 most run as the main program of ranks of the pool, which get what our launcher puts into the environment; the
+slow tests start each of them with `accelerate launch`, at every stage.
+"""
 
 from __future__ import annotations
 
+import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -11,6 +17,7 @@ import pytest
 from tests.commands import ROOT, launch, run_cli
 
 SCRIPTS = Path(accelerate.test_utils.scripts.__file__).parent
+NAMES = ["test_ops.py", "test_sync.py", "test_cli.py", "test_distributed_data_loop.py"]
 CONFIG = ROOT / "accelerate_configs" / "ourshard.yaml"
 STAGES = [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3]
 
@@ -27,9 +34,28 @@ def config(tmp_path: Path, stage: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("script", ["test_ops.py", "test_sync.py", "test_cli.py", "test_distributed_data_loop.py"])
-def test_an_installed_script_passes(config, script):
+def run_as_main(script: str) -> tuple[str, int]:
+    """Run an installed script as the main program of this rank; return what an `Accelerator()` is there afterwards."""
+    os.environ |= {"ACCELERATE_USE_OURSHARD": "true", "OURSHARD_CONFIG": '{"stage": 3}'}
+    os.environ |= {"ACCELERATE_MIXED_PRECISION": "no"}
+    argv, sys.argv = sys.argv, [script]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = argv
+    accelerator = accelerate.Accelerator()
+    return type(accelerator).__name__, accelerator.num_processes
+
+
+@pytest.mark.parametrize("script", NAMES)
+def test_an_installed_script_passes_at_stage_3(ranks, script):
+    assert ranks(2)(run_as_main, str(SCRIPTS / script), timeout=180) == [("ShardAccelerator", 2)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("script", NAMES)
+def test_an_installed_script_passes_as_it_is_launched(config, script):
     launch(SCRIPTS / script, config=config, timeout=180)
 
 

@@ -59,19 +59,11 @@ def workers(stdout: str) -> list[dict]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow), 4])  # two: all that is below
 def test_use_cpu_runs_that_many_gloo_ranks(who, processes):
     told = workers(launch(who, processes=processes).stdout)
     assert [worker["processes"] for worker in told] == [processes] * processes
     assert {(worker["type"], worker["backend"], worker["ours"]) for worker in told} == {("MULTI_CPU", "gloo", True)}
-
-
-@pytest.mark.ranks
-def test_the_launcher_run_as_a_module_starts_ranks_too(who, config_file):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file()]
-    told = workers(run_cli([*command, "--main_process_port", str(free_port()), who]).stdout)
-    assert [worker["processes"] for worker in told] == [2, 2]
-    assert json.loads(told[0]["OURSHARD_CONFIG"]) == {}
 
 
 @pytest.mark.ranks
@@ -89,12 +81,14 @@ def test_torchrun_and_the_environment_are_enough(who):
 
 
 @pytest.mark.ranks
-def test_an_fsdp_file_is_taken_over_by_the_switch(who, config_file):
+def test_the_launcher_run_as_a_module_takes_an_fsdp_file_over_by_the_switch(who, config_file):
     path = config_file(
         distributed_type="FSDP",
         fsdp_config={"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": False},
     )
-    told = workers(launch(who, config=path, env={"ACCELERATE_USE_OURSHARD": "true"}).stdout)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path]
+    command += ["--main_process_port", str(free_port()), who]
+    told = workers(run_cli(command, env={"ACCELERATE_USE_OURSHARD": "true"}).stdout)
     assert [(worker["processes"], worker["ours"], worker["ACCELERATE_USE_FSDP"]) for worker in told] == [
         (2, True, None)
     ] * 2

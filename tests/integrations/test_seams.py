@@ -33,6 +33,7 @@ def _launcher_half_as_it_was():
 
 def test_every_seam_of_the_installed_version_is_where_it_should_be():
     assert seams.of_accelerator(accelerate.accelerator) == []
+    assert seams.of_state(accelerate.state) == []
     assert seams.of_config(config_args) == []
     assert seams.of_launch(sys.modules["accelerate.utils.launch"]) == []
 

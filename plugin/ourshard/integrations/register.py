@@ -63,6 +63,27 @@ def _refusing(load: Callable[..., Any], missing: list[str]) -> Callable[..., Any
     return load_or_refuse
 
 
+def process_state(module: ModuleType) -> None:
+    """Let `PartialState()` join processes on CPUs that were launched for ourshard, as `Accelerator()` does.
+
+    accelerate reads ACCELERATE_USE_CPU in `Accelerator()` alone, so that a script which makes its `PartialState` first
+    would have as many worlds of one process.
+    """
+    cls = getattr(module, "PartialState", None)
+    if isinstance(cls, type) and not seams.of_state(module):
+        cls.__init__ = _joining_cpus(cls.__init__)  # type: ignore[misc]
+
+
+def _joining_cpus(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        from ourshard.integrations import switch
+
+        original(self, cpu or switch.launched_on_cpus(), **kwargs)
+
+    return __init__
+
+
 def accelerator_class(module: ModuleType) -> None:
     """Let `Accelerator()` hand out the sharded subclass when ourshard is asked for."""
     missing = seams.of_accelerator(module)

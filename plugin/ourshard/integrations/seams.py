@@ -66,6 +66,12 @@ def of_config(module: ModuleType) -> list[str]:
     return found + missing(cluster, CLUSTER_CONFIG)
 
 
+def of_state(module: ModuleType) -> list[str]:
+    """Return what is missing in `accelerate.state`."""
+    cls = getattr(module, "PartialState", None)
+    return missing(cls, {"__init__": ("cpu",)}) if isinstance(cls, type) else ["PartialState"]
+
+
 def of_accelerator(module: ModuleType) -> list[str]:
     """Return what is missing in `accelerate.accelerator`."""
     cls = getattr(module, "Accelerator", None)

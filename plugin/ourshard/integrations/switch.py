@@ -19,6 +19,7 @@ SWITCH = "ACCELERATE_USE_OURSHARD"
 CONFIG = "OURSHARD_CONFIG"  # read and written by `ourshard.flags.sources`, which is imported only where ourshard is on
 GRADIENT_CLIPPING = "OURSHARD_GRADIENT_CLIPPING"  # a number; the launcher writes it from a DeepSpeed config
 DISABLE = "OURSHARD_DISABLE"
+USE_CPU = "ACCELERATE_USE_CPU"  # accelerate's own
 
 # What `enable` was given, and the environment that it wrote. An environment that has changed since is the newer word.
 _enabled: ShardPlugin | None = None
@@ -51,6 +52,12 @@ def asked_for(arguments: Mapping[str, Any]) -> bool:
         or flag(SWITCH)
         or any(getattr(handler, "is_ourshard_plugin", False) for handler in handlers)
     )
+
+
+def launched_on_cpus() -> bool:
+    """Return whether this is one of several processes that a launcher started on CPUs, with ourshard switched on."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
+    return several and flag(SWITCH) and flag(USE_CPU)
 
 
 def enable(plugin: ShardPlugin | ShardConfig | Mapping[str, Any] | None = None) -> ShardPlugin:
