@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ShardCallback": "ourshard.integrations.trainer_callback",
     "ShardConfig": "ourshard.config",
+    "ShardGradScaler": "ourshard.runtime.scaler",
     "ShardPlugin": "ourshard.integrations.plugin",
     "ShardTrainingArguments": "ourshard.integrations.trainer_arguments",
     "disable": "ourshard.integrations.switch",

@@ -68,6 +68,8 @@ def shard_once(model: nn.Module, config: ShardConfig, accelerator: Any) -> None:
         # where accelerate's autocast casts for single operations, small parameters keep their own dtype, as in DDP
         api.shard_model(module, config, device=accelerator.device, cast_small=not accelerator.native_amp)
         engine = api.engine_of(module)
+        if engine is not None and accelerator.ddp_handler is not None and not accelerator.ddp_handler.broadcast_buffers:
+            engine.buffers.let_differ()
         _step_together_in_generate(module)
         watch_forward(module)
         if engine is not None and accelerator.is_main_process:

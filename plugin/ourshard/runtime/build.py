@@ -8,11 +8,13 @@ is read so, and nothing is sent. All others come from rank 0, whatever the other
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
@@ -35,6 +37,7 @@ from ourshard.runtime.placement import At, Placement, placement_of
 from ourshard.runtime.recompute import recompute_in_backward
 from ourshard.runtime.tiers import lane_key, refuse_nvme, with_tiers
 from ourshard.runtime.unit import Unit
+from ourshard.runtime.wrap import canonical
 
 
 def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_small: bool) -> Engine:
@@ -60,6 +63,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
         recompute_in_backward(model, [module for unit in engine.units for module in unit.modules])
     engine.find_peers()
     _share_buffers(model, engine)
+    engine.buffers.watch(model)
     give_back_unused(mesh.device)
     model._ourshard = engine  # type: ignore[assignment]
     engine.attach(model)
@@ -167,13 +171,16 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         inner = [name for name, module in model.named_modules() if getattr(module, "_ourshard", None) is not None]
         if inner:
             raise ValueError(f"{inner[0]!r} inside of the model is sharded already; shard the outer model only.")
+        _refuse_lazy(model)
         stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
         _refuse_composed(stock)
+        _refuse_renormalisation(model, engine)
+        _refuse_common_memory([parameter for entry in stock for parameter in entry.parameters])
         _refuse_meta(model, stock if engine.mesh.world.rank == 0 else [])
     except ValueError as problem:
         error = str(problem)
     engine.control.check(error, "checking the model")
-    _check_same_model(stock, engine)
+    _check_same_model(model, stock, engine)
     return stock
 
 
@@ -214,12 +221,52 @@ def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:
         raise ValueError(f"The tensor {lost[0]!r} is on the meta device and is not a registered buffer; register it.")
 
 
+def _refuse_common_memory(parameters: list[Parameter]) -> None:
+    """Refuse parameters that are tied by their memory: each would get memory of its own, and they would part."""
+    spans = []
+    for parameter in parameters:
+        tensor = parameter.tensor
+        if tensor.numel() and not tensor.is_meta and source_of(tensor) is None and tensor.layout is torch.strided:
+            span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((str(tensor.device), start, start + span * tensor.element_size(), parameter.name))
+    spans.sort()
+    for (device, _, stop, name), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < stop:
+            raise ValueError(
+                f"{name!r} and {other!r} are two parameters over the same memory; sharded, each would have its own. "
+                "Tie them as one: register the same nn.Parameter in both places."
+            )
+
+
+def _refuse_renormalisation(model: nn.Module, engine: Engine) -> None:
+    """Refuse embeddings whose forward writes to the weight, by the rows of this rank's batch."""
+    several = engine.mesh.world.size > 1 or engine.param_dtype is not None
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None and several:
+            raise ValueError(
+                f"{name or 'the model'!r} is an {type(module).__name__} with max_norm={module.max_norm}: its forward "
+                "shortens rows of the weight by the batch of one rank, so that ranks would differ, and the "
+                "optimizer's copy would not change. Set max_norm to None and shorten rows after each step, inside of "
+                "`with ourshard.gathered(module, writeback=True):`."
+            )
+
+
 def _is_meta(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _check_same_model(stock: list[UnitParameters], engine: Engine) -> None:
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} has no shape yet (a lazy module): run one batch through the model before it is sharded."
+            )
+
+
+def _check_same_model(model: nn.Module, stock: list[UnitParameters], engine: Engine) -> None:
     seen = [f"{p.name} {p.shape} {p.dtype} {p.tensor.requires_grad}" for entry in stock for p in entry.parameters]
+    seen += [f"buffer {canonical(name)} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     digest = hashlib.sha256("\n".join(seen).encode()).hexdigest()
     if len(set(engine.control.gather_objects(digest, "comparing models"))) == 1:
         return
@@ -228,12 +275,14 @@ def _check_same_model(stock: list[UnitParameters], engine: Engine) -> None:
     for rank, other in enumerate(lists):
         assert isinstance(other, list)
         if other != lists[0]:
-            differing = [(a, b) for a, b in zip(lists[0], other, strict=False) if a != b] or [
-                (len(lists[0]), len(other))
-            ]
-            raise ValueError(
-                f"Ranks hold different models: rank 0 has {differing[0][0]}, rank {rank} has {differing[0][1]}."
-            )
+            raise ValueError(_difference(lists[0], other, rank))
+
+
+def _difference(first: list[str], other: list[str], rank: int) -> str:
+    """Say what rank 0 and another have of their own; where one has nothing more, the order differs."""
+    only_first = [text for text in first if text not in other][:1] or ["nothing more"]
+    only_other = [text for text in other if text not in first][:1] or ["nothing more"]
+    return f"Ranks hold different models: rank 0 has {only_first[0]}, rank {rank} has {only_other[0]}."
 
 
 def _refuse_unsupported(engine: Engine) -> None:

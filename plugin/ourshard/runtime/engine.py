@@ -32,6 +32,7 @@ from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.meter import Measuring
+from ourshard.runtime.module_buffers import UpdatedBuffers
 from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
@@ -91,6 +92,7 @@ class Engine:
         self.host = memory_for_offload(config.offload, mesh.device)
         self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
+        self.buffers = UpdatedBuffers(self.control, self.collectives, mesh.world)
         self.without_peers = ""  # why there are none
         self.reducer = Reducer(self.collectives)
         self.measuring = Measuring(self.streams, (self.streams, self.control))
@@ -114,7 +116,7 @@ class Engine:
         self._held: list[Unit] = []
         self.in_flight = InFlight(self.streams)
         self._held_before = 0  # units that were held when the forward began
-        self._double_backward = False
+        self.keeps_graph = False  # the backward that runs, or the last one, has `create_graph`
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
 
     @property
@@ -301,7 +303,7 @@ class Engine:
             return
         self.phase_is_backward = True
         self.measuring.begin_phase("backward")
-        self._double_backward = torch.is_grad_enabled()
+        self.keeps_graph = torch.is_grad_enabled()
         for unit in self.units:
             unit.reduced = False
         title = f"{'with' if self.sync_backward else 'without'} sync, {self._root_state}"
@@ -329,7 +331,7 @@ class Engine:
         self.measuring.end_phase()
         self.land_masters()
         self.in_flight.forget()
-        if not self._double_backward:
+        if not self.keeps_graph:
             self._release_held()
             for unit in self.units:
                 unit.close()
@@ -374,11 +376,11 @@ class Engine:
         """Agree which units have gradients left over and which parameters have one on any rank; reduce and show them.
 
         Collective, at the end of every backward that syncs; the agreement is on the host. `zero_grad` and users look at
-        gradients right after, so that it can't wait.
+        gradients right after, so that it can't wait. Buffers that forwards updated become the same on all ranks.
         """
         lanes = [lane for lane in self.lanes() if lane.trainable]
         flags = [unit.has_arrived() for unit in self.units] + [flag for lane in lanes for flag in lane.has_gradients()]
-        known = self.control.any_of(flags, "exchange of used parameters")
+        known = self.control.any_of([*flags, *self.buffers.flags()], "exchange of used parameters")
         for unit in self.units:
             if known[unit.index]:
                 self._perform(Event(Action.REDUCE, unit.index))
@@ -388,6 +390,7 @@ class Engine:
             stop = start + len(lane.touched)
             lane.settle(known[start:stop])
             start = stop
+        self.buffers.share(known[start:])
 
     # ---- step ----------------------------------------------------------------------------------------------
 
@@ -469,16 +472,13 @@ class Engine:
     # ---- words ---------------------------------------------------------------------------------------------
 
     def handles(self) -> Iterator[ShardParameter]:
-        for lane in self.lanes():
-            for tensor in lane.resting:
-                if isinstance(tensor, ShardParameter):
-                    yield tensor
+        return (tensor for lane in self.lanes() for tensor in lane.resting if isinstance(tensor, ShardParameter))
 
     def summary(self) -> str:
         """Return a few lines for the start of a run; see `summary.summary`."""
-        from ourshard.runtime.summary import summary
+        from ourshard.runtime import summary
 
-        return summary(self)
+        return summary.summary(self)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(

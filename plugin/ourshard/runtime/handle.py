@@ -151,6 +151,8 @@ class ShardParameter(Resting, nn.Parameter):
             self._lane.drop_gradients((self._position,))
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args and "tensor" in kwargs:  # as `nn.init` hands its tensor on
+            args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
         answer = _ANSWERS.get(func)
         is_first = bool(args) and args[0] is self  # else another tensor takes values of this one
         if answer is not None and is_first:
@@ -310,7 +312,17 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 # Changes in place that each rank can make of its rows, if every rank makes them.
-_ROW_BY_ROW = {_T.mul_, _T.add_, _T.sub_, _T.div_, _T.lerp_, _T.zero_, _T.fill_}
+_ROW_BY_ROW = {_T.mul_, _T.add_, _T.sub_, _T.div_, _T.lerp_, _T.zero_, _T.fill_, nn.init.constant_}
+_ROW_BY_ROW |= {_T.clamp_, _T.clamp_min_, _T.clamp_max_, _T.clip_, _T.nan_to_num_, _T.abs_, _T.neg_, _T.pow_}
+
+
+# Changes of a gradient in place, by numbers, that each rank can make of its rows.
+_BY_NUMBERS = {_T.mul_, _T.div_, _T.add_, _T.sub_, _T.clamp_, _T.clip_, _T.nan_to_num_, _T.sign_, _T.neg_}
+
+USE_OUR_SCALER = (
+    "torch's GradScaler would look for overflows in this rank's part of the gradients alone, and ranks would skip "
+    "different steps. Use `ourshard.ShardGradScaler`, which takes the same arguments; `Accelerator` has it by itself."
+)
 
 
 class ShardGradient(Resting, torch.Tensor):
@@ -329,6 +341,12 @@ class ShardGradient(Resting, torch.Tensor):
             return self
         if func in (_T.detach_, _T.detach, GET_DATA):
             return self
+        if func in _BY_NUMBERS and args[0] is self and not any(torch.is_tensor(leaf) for leaf in tree_leaves(args[1:])):
+            with torch.no_grad():
+                func(self.local, *args[1:], **kwargs)  # every rank changes its rows alike
+            return self
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            raise RuntimeError(USE_OUR_SCALER)
         return super()._called(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -68,13 +68,19 @@ def collect_inputs(value: Any, found: list[torch.Tensor]) -> None:
 
 
 def replace_inputs(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
-    """Rebuild plain containers with each tensor of `fresh` (by id of the old one) in place of the old."""
+    """Return `value` with each tensor of `fresh` (by id of the old one) in place of the old.
+
+    Lists and dicts stay the same objects: a forward may add to the one it was given.
+    """
     if isinstance(value, torch.Tensor):
         return fresh.get(id(value), value)
-    if type(value) in (list, tuple):
-        return type(value)(replace_inputs(item, fresh) for item in value)
-    if type(value) is dict:
-        return {key: replace_inputs(item, fresh) for key, item in value.items()}
+    if type(value) is tuple:
+        return tuple(replace_inputs(item, fresh) for item in value)
+    if type(value) in (list, dict):
+        for key, item in list(enumerate(value) if type(value) is list else value.items()):
+            replaced = replace_inputs(item, fresh)
+            if replaced is not item:
+                value[key] = replaced
     return value
 
 
@@ -90,6 +96,22 @@ class _InputBoundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         ctx.unit.after_backward(ctx.call)
         return (None, None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, unit: None, call: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+
+def refuse_transforms(engine: Engine) -> None:
+    """Refuse a forward inside of `torch.func.vmap`, `grad` or `jvp`, where parameters can't be gathered."""
+    if torch._C._functorch.maybe_current_level() is None or engine.gathered_depth:
+        return
+    if not any(unit.sharded for unit in engine.units):
+        return
+    raise RuntimeError(
+        "A sharded model can't be called inside of `torch.func` transforms (vmap, grad, jvp, ...): they need whole "
+        "parameters. On all ranks, use `with ourshard.gathered(model):` around the transform."
+    )
 
 
 def hook_outputs(outputs: Any, before_backward: Callable[..., None]) -> bool:
@@ -121,11 +143,21 @@ def forward_on_stack(modules: Collection[nn.Module]) -> bool:
     return False
 
 
+_LOOKS = 3  # forwards with gradient in which a unit's modules are searched for results that they keep
+
+
+def _has_graph(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in values)
+
+
 class UnitHooks:
     """The forward hooks of one module of one unit."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._forwards = 0
+        self._keepers: dict[tuple[nn.Module, str], None] = {}
 
     def attach(self, module: nn.Module) -> None:
         before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
@@ -159,8 +191,23 @@ class UnitHooks:
         has_backward = False
         unit.hold_if_given_away(outputs)
         if torch.is_grad_enabled() and not unit.running:
-            has_backward = hook_outputs(outputs, partial(unit.on_output_gradient, unit.entered.pop()))
+            kept = self._kept(module)
+            has_backward = hook_outputs((outputs, kept), partial(unit.on_output_gradient, unit.entered.pop()))
+            if not has_backward and unit.trainable:
+                unit.engine.hold(unit)  # it may have put its result where nobody looks: into an argument, say
         unit.after_forward(has_backward)
+
+    def _kept(self, module: nn.Module) -> list[Any]:
+        """Return results that the module kept in attributes (the auxiliary loss of a router, say): outputs too.
+
+        Which attributes they are is looked up in the first forwards alone.
+        """
+        if self._forwards < _LOOKS:
+            self._forwards += 1
+            for inner in module.modules():
+                names = [name for name, value in vars(inner).items() if _has_graph(value)]
+                self._keepers |= {(inner, name): None for name in names}
+        return [getattr(inner, name, None) for inner, name in self._keepers]
 
 
 def _outside_of_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +226,7 @@ class RootHooks:
         module.register_forward_hook(_outside_of_compile(self.after_forward), always_call=True)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_transforms(self._engine)
         return self._engine.begin_forward(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> Any:

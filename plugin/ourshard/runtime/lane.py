@@ -16,7 +16,7 @@ from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
-from ourshard.runtime.lane_direct import DirectGradients
+from ourshard.runtime.lane_direct import DirectGradients, dense
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.peer import Reduction
@@ -107,7 +107,7 @@ class Lane(DirectGradients):
                 missing.append(position)
                 continue
             views.append(wholes[position])
-            grads.append(leaf.grad)
+            grads.append(dense(leaf.grad))
             self.touched[position] = True
             leaf.grad = None
         if self.fresh:

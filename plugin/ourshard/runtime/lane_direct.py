@@ -27,6 +27,8 @@ class DirectGradients(LaneStore):
         grad = self.leaves[position].grad
         assert grad is not None
         assert self.arriving is not None
+        if grad.is_sparse:
+            return False
         return grad.data_ptr() == self.arriving.data_ptr() + self.layout.tensors[position].offset * grad.element_size()
 
     def take_direct(self) -> list[torch.Tensor]:
@@ -40,8 +42,9 @@ class DirectGradients(LaneStore):
                 if self.fresh:  # else it has what other ranks gave
                     view.zero_()
             elif not self._is_in_place(position):
-                view.copy_(leaf.grad)
-                replaced.append(leaf.grad)
+                grad = dense(leaf.grad)
+                view.copy_(grad)
+                replaced.append(grad)
                 leaf.grad = view
         return replaced
 
@@ -52,3 +55,8 @@ class DirectGradients(LaneStore):
             if self.touched[position]:
                 leaf.grad = self.whole_view(self.arriving, position)
         self.reduced_version = self.arriving._version
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as collectives add it: those of `Embedding(sparse=True)` come as rows and their indices."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

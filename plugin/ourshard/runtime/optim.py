@@ -18,6 +18,7 @@ masters are shards.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +26,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
-from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.handle import USE_OUR_SCALER, ShardParameter
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
@@ -348,6 +350,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine.land_masters()
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
+        _refuse_scaler_of_torch(optimizer)
         known.stepped = True
         for device in {engine.mesh.device for engine in engines_of(optimizer)}:
             give_back_unused(device)
@@ -363,6 +366,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     loan.open()
     elif lanes := _lanes_on_host(optimizer):
         known.by_lane = StepByLane(optimizer, lanes)
+
+
+def _refuse_scaler_of_torch(optimizer: Optimizer) -> None:
+    """Refuse a step that torch's own loss scaler makes: it has looked at this rank's rows alone."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return
+        # Other frames are not asked: what `f_locals` returns keeps all that it shows alive.
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_opt_step" else None
+        if isinstance(caller, GradScaler) and not getattr(caller, "agrees", False) and _steps_rows(optimizer):
+            raise RuntimeError(USE_OUR_SCALER)
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _steps_rows(optimizer: Optimizer) -> bool:
+    return any(run.lane.unit.engine.mesh.world.size > 1 for run in _runs_of(optimizer))
 
 
 def _lanes_on_host(optimizer: Optimizer) -> list[Lane]:

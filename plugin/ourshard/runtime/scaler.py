@@ -20,6 +20,8 @@ class ShardGradScaler(GradScaler):
     all ranks before any of them decides, so that all skip the step, and all halve the scale, or none does.
     """
 
+    agrees = True  # optimizers of sharded parameters refuse one that does not
+
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         bring_up_to_date(optimizer)
         found = super()._unscale_grads_(optimizer, *args, **kwargs)

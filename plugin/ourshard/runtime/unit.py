@@ -144,7 +144,8 @@ class Unit:
                 if registry.get(attribute) is not resting:
                     raise RuntimeError(
                         f"The parameter {attribute!r} of unit {self.label!r} was replaced after the model was "
-                        "sharded; change the model (resize embeddings, add adapters) before `prepare`."
+                        "sharded; change the model (resize embeddings, add adapters) before `prepare`, and call "
+                        "`torch.func.functional_call` inside of `with ourshard.gathered(model):`."
                     )
                 registry[attribute] = leaf
 
@@ -283,6 +284,8 @@ class Unit:
             self.engine.schedule.need(Action.REDUCE, self)
         else:
             self.put_aside()
+        if self.engine.keeps_graph:
+            self.engine.hold(self)  # the gradients are functions of the parameters: another backward reads them
         if not self.held:
             self.release()
 

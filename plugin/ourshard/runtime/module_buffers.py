@@ -1,0 +1,124 @@
+"""Buffers that forwards update, as the statistics of a batch norm: the same on all ranks, as DDP keeps them.
+
+Note [Updated buffers]
+Each rank updates them by its own batch. In the exchange that settles gradients, at the end of each backward that
+syncs, ranks tell each other which buffers have changed; all take the values of the lowest rank that changed any, which
+is rank 0 unless it has run out of batches. Only what is saved counts: buffers that are not persistent are caches, which
+ranks make by themselves (positions up to the longest sequence that one has seen). A rank whose buffer has got another
+shape takes part, and keeps what it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ourshard.runtime.collectives import Collectives
+from ourshard.runtime.control import Control
+from ourshard.runtime.mesh import Axis
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A persistent buffer as all ranks had it when the model was sharded, and as it was last seen."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    shape: torch.Size
+    dtype: torch.dtype
+    seen: torch.Tensor
+    version: int
+
+    @property
+    def now(self) -> torch.Tensor | None:
+        """Return the buffer, or None where it is gone or has got another form."""
+        value = self.module._buffers.get(self.attribute)
+        same = value is not None and (value.shape, value.dtype) == (self.shape, self.dtype)
+        return value if same else None
+
+    def has_changed(self) -> bool:
+        value = self.now
+        if value is None:
+            return False
+        if isinstance(self.module, _NormBase) and self.module.track_running_stats and self.module.training:
+            return True  # its kernels write without a new version
+        return value is not self.seen or _version(value) != self.version
+
+    def look(self) -> None:
+        """Remember the buffer as it is."""
+        value = self.now
+        if value is not None:
+            self.seen, self.version = value, _version(value)
+
+
+def _version(value: torch.Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+class UpdatedBuffers:
+    """The persistent buffers of a model, and which of them changed: Note [Updated buffers]."""
+
+    def __init__(self, control: Control, collectives: Collectives, world: Axis) -> None:
+        self._control = control
+        self._collectives = collectives
+        self._world = world
+        self._watched: list[_Watched] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the buffers of `model`, which all ranks have alike now."""
+        if self._world.size == 1:
+            return
+        for name, module in model.named_modules():
+            for attribute, value in module._buffers.items():
+                if value is None or attribute in module._non_persistent_buffers_set or not value.numel():
+                    continue
+                label = f"{name}.{attribute}" if name else attribute
+                form = (value.shape, value.dtype, value, _version(value))
+                self._watched.append(_Watched(label, module, attribute, *form))
+
+    def let_differ(self) -> None:
+        """Leave each rank what it has, as DDP does without `broadcast_buffers`."""
+        self._watched.clear()
+
+    def flags(self) -> list[bool]:
+        """Return which buffers this rank has changed, and whether it is rank 0 and changed any."""
+        changed = [watched.has_changed() for watched in self._watched]
+        return [*changed, self._world.rank == 0 and any(changed)] if changed else []
+
+    @torch.no_grad()
+    def share(self, known: list[bool]) -> None:
+        """Give all ranks the buffers that any has changed; `known` are the flags of all ranks together. Collective."""
+        due = [watched for watched, changed in zip(self._watched, known, strict=False) if changed]
+        if not due:
+            return
+        source = 0 if known[-1] else self._lowest()
+        by_form: dict[tuple[torch.dtype, torch.device], list[_Watched]] = {}
+        for watched in due:
+            by_form.setdefault((watched.dtype, watched.seen.device), []).append(watched)
+        for group in by_form.values():
+            parts = [watched.seen if watched.now is None else watched.now for watched in group]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            self._collectives.broadcast(flat, self._world, f"buffer {group[0].name} and others", source)
+            if self._world.rank != source:
+                _take(group, flat)
+        for watched in due:
+            watched.look()
+
+    def _lowest(self) -> int:
+        """Return the lowest rank that changed a buffer. Collective."""
+        mine = any(watched.has_changed() for watched in self._watched)
+        flags = [mine and rank == self._world.rank for rank in range(self._world.size)]
+        return self._control.any_of(flags, "whose buffers are taken").index(True)
+
+
+def _take(group: list[_Watched], flat: torch.Tensor) -> None:
+    start = 0
+    for watched in group:
+        stop = start + watched.shape.numel()
+        if watched.now is not None:
+            watched.now.copy_(flat[start:stop].view(watched.shape))
+        start = stop

@@ -1,0 +1,185 @@
+"""Models whose modules do what few do: hand results on in odd ways, have sparse gradients, update buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks.nets import WIDTH, Block, numbers, square_loss
+from tests.ranks.training import TOY, Configs, Task, compare, reference, sgd
+
+pytestmark = pytest.mark.ranks
+
+ENDS: Configs = {name: TOY[name] for name in ("stage 0", "stage 3")}
+ROWS = 19  # of an embedding
+
+
+class Kept(Block):
+    """A block that returns nothing: its result stays in an attribute."""
+
+    def forward(self, x: torch.Tensor) -> None:  # type: ignore[override]
+        self.result = super().forward(x)
+
+
+class Added(Block):
+    """A block that adds its result to a list it was given."""
+
+    def forward(self, results: list[torch.Tensor]) -> None:  # type: ignore[override]
+        results.append(super().forward(results[-1]))
+
+
+class Routed(Block):
+    """A block that keeps a loss of its own, made last, beside what it returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.loss = self.up(x).pow(2).mean()
+        return x
+
+
+class Odd(nn.Module):
+    """Three blocks of one of these classes."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = [x]
+        for block in self.blocks:
+            if isinstance(block, Added):
+                block(results)
+                continue
+            returned = block(results[-1])
+            results.append(block.result if isinstance(block, Kept) else returned)
+        return results[-1]
+
+
+def kept() -> nn.Module:
+    return Odd(Kept)
+
+
+def added() -> nn.Module:
+    return Odd(Added)
+
+
+def routed() -> nn.Module:
+    return Odd(Routed)
+
+
+def loss_with_those_kept(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    loss = square_loss(model, rows)
+    return loss + sum(getattr(block, "loss", torch.zeros(())) for block in model.blocks)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", [kept, added, routed])
+def test_results_that_are_not_returned_have_their_gradients(ranks, make):
+    task = Task(make=make, loss=loss_with_those_kept, optimizer=sgd)
+    compare(ranks(2), task, TOY, reference(task, 2))
+
+
+class Rows(nn.Module):
+    """An embedding with options, and a head."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(ROWS, WIDTH, **options)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rows(ids))
+
+
+def sparse() -> nn.Module:
+    return Rows(sparse=True)
+
+
+def ids(batch: int, rows: int) -> torch.Tensor:
+    return torch.randint(0, ROWS, (rows, 4), generator=torch.Generator().manual_seed(batch))
+
+
+def size_of_output(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).pow(2).mean()
+
+
+def test_sparse_gradients_of_an_embedding_are_reduced_as_dense_ones(ranks):
+    task = Task(make=sparse, loss=size_of_output, batch=ids, optimizer=sgd, accumulate=2)
+    compare(ranks(2), task, TOY, reference(task, 2))
+
+
+def sharding_of_an_embedding_with_a_norm() -> str:
+    from ourshard import shard_model
+
+    with pytest.raises(ValueError, match="max_norm") as caught:
+        shard_model(Rows(max_norm=1.0), {"stage": 3})
+    return str(caught.value)
+
+
+def test_an_embedding_that_shortens_its_rows_in_forward_is_refused(ranks):
+    for text in ranks(2)(sharding_of_an_embedding_with_a_norm):
+        assert "'rows' is an Embedding with max_norm=1.0" in text
+        assert "after each step" in text
+
+
+class Statistics(Block):
+    """A block with the statistics of a batch norm, a buffer that is made anew, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("seen", torch.zeros(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.seen = torch.zeros(len(x) + dist.get_rank())
+        return super().forward(self.batch_norm(x))
+
+
+class Pair(nn.Module):
+    """Two blocks with statistics; rank `idle` skips the second."""
+
+    def __init__(self, idle: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Statistics(), Statistics()])
+        self.idle = idle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        return x if self.idle == dist.get_rank() else self.blocks[1](x)
+
+
+def buffers_after_training(config: dict[str, Any], idle: int | None) -> list[dict[str, torch.Tensor]]:
+    """Return the buffers after each of three backwards."""
+    from ourshard import shard_model
+
+    model = shard_model(Pair(idle), config)
+    found = []
+    for step in range(3):
+        square_loss(model, numbers(step, 8).chunk(2)[dist.get_rank()]).backward()
+        found.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    return found
+
+
+@pytest.mark.parametrize("config", ENDS.values(), ids=ENDS)
+def test_buffers_that_forwards_update_are_those_of_rank_0_on_all_ranks(ranks, config):
+    """As under DDP; a cache that is not saved stays each rank's own, whatever its shape."""
+    first, second = ranks(2)(buffers_after_training, config, None)
+    for step, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        assert mine["blocks.0.batch_norm.num_batches_tracked"] == step + 1
+        for name, buffer in mine.items():
+            assert name.endswith("seen") or torch.equal(buffer, theirs[name]), name
+        assert (len(mine["blocks.0.seen"]), len(theirs["blocks.0.seen"])) == (4, 5)
+    assert not torch.equal(first[0]["blocks.0.mean"], first[1]["blocks.0.mean"])
+
+
+def test_buffers_of_a_block_that_rank_0_skips_stay_the_same_on_all_ranks(ranks):
+    for mine, theirs in zip(*ranks(2)(buffers_after_training, ENDS["stage 0"], 0), strict=True):
+        assert all(torch.equal(buffer, theirs[name]) for name, buffer in mine.items() if not name.endswith("seen"))
