@@ -476,9 +476,9 @@ class Engine:
 
     def summary(self) -> str:
         """Return a few lines for the start of a run; see `summary.summary`."""
-        from ourshard.runtime import summary
+        from ourshard.runtime.summary import summary
 
-        return summary.summary(self)
+        return summary(self)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(

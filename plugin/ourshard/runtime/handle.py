@@ -315,7 +315,6 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 _ROW_BY_ROW = {_T.mul_, _T.add_, _T.sub_, _T.div_, _T.lerp_, _T.zero_, _T.fill_, nn.init.constant_}
 _ROW_BY_ROW |= {_T.clamp_, _T.clamp_min_, _T.clamp_max_, _T.clip_, _T.nan_to_num_, _T.abs_, _T.neg_, _T.pow_}
 
-
 # Changes of a gradient in place, by numbers, that each rank can make of its rows.
 _BY_NUMBERS = {_T.mul_, _T.div_, _T.add_, _T.sub_, _T.clamp_, _T.clip_, _T.nan_to_num_, _T.sign_, _T.neg_}
 
@@ -341,7 +340,8 @@ class ShardGradient(Resting, torch.Tensor):
             return self
         if func in (_T.detach_, _T.detach, GET_DATA):
             return self
-        if func in _BY_NUMBERS and args[0] is self and not any(torch.is_tensor(leaf) for leaf in tree_leaves(args[1:])):
+        others = tree_leaves((args[1:], kwargs))
+        if func in _BY_NUMBERS and args[0] is self and not any(torch.is_tensor(leaf) for leaf in others):
             with torch.no_grad():
                 func(self.local, *args[1:], **kwargs)  # every rank changes its rows alike
             return self
