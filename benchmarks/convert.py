@@ -167,13 +167,14 @@ def show(title: str, runs: Sequence[Run], copies: Sequence[Run | None]) -> None:
     Console(width=120).print(table)
 
 
-def own_runs(folder: Path, nbytes: int, repeat: int) -> None:
+def own_runs(folder: Path, nbytes: int, repeat: int, only: Sequence[str]) -> None:
     source = folder / "weights"
     make_weights(source, nbytes)
     copy = [sys.executable, "-c", COPY, str(source), str(folder / "out")]
     runs: list[Run] = []
     copies: list[Run | None] = []
-    for what, wanted in TARGETS.items():
+    for what in only:
+        wanted = TARGETS[what]
         options = [text for name, value in wanted.items() for text in (f"--{name.replace('_', '-')}", str(value))]
         # A copy before each run, and the pair with the median ratio: the disk and the cores may be shared.
         pairs = []
@@ -191,14 +192,15 @@ def own_runs(folder: Path, nbytes: int, repeat: int) -> None:
     show(f"{nbytes / 1e9:g} GB of fp32 weights, --memory 1GiB, median of {repeat}", runs, copies)
 
 
-def inside_runs(folder: Path, nbytes: int, repeat: int) -> None:
+def inside_runs(folder: Path, nbytes: int, repeat: int, only: Sequence[str]) -> None:
     """Time calls in this process, each right after a copy; the median ratio of all."""
     source, out = folder / "weights", folder / "out"
     make_weights(source, nbytes)
     table = Table(
         "what", "copy, seconds", "seconds", "CPU seconds", "of the copy", title=f"{nbytes / 1e9:g} GB, inside"
     )
-    for what, options in TARGETS.items():
+    for what in only:
+        options = TARGETS[what]
         pairs = []
         for _ in range(repeat):
             os.sync()
@@ -257,6 +259,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--peer-gigabytes", type=float, default=1.0)
     parser.add_argument("--inside", action="store_true", help="calls in this process, not processes")
+    parser.add_argument("--only", action="append", choices=TARGETS, help="this target alone (again for more)")
     parser.add_argument("--deepspeed-python", help="Python of an environment with deepspeed")
     arguments = parser.parse_args()
     folder = arguments.folder
@@ -264,7 +267,8 @@ def main() -> None:
     if any(folder.iterdir()):
         parser.error(f"{folder} is not empty")
     if arguments.gigabytes:
-        (inside_runs if arguments.inside else own_runs)(folder, int(arguments.gigabytes * 1e9), arguments.repeat)
+        run = inside_runs if arguments.inside else own_runs
+        run(folder, int(arguments.gigabytes * 1e9), arguments.repeat, arguments.only or list(TARGETS))
     if arguments.peer_gigabytes:
         peer_runs(folder, int(arguments.peer_gigabytes * 1e9), arguments.deepspeed_python)
 
