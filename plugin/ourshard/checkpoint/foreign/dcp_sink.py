@@ -142,7 +142,7 @@ class DcpSink(Sink):
 
     def __init__(self, options: SinkOptions) -> None:
         if options.max_shard_size is not None:
-            raise ValueError("max_shard_size has no meaning for DCP, whose files are one for each rank: use world_size")
+            raise ValueError("max_shard_size has no meaning for DCP, whose files are cut by rank: use world_size")
         super().__init__(options)
 
     @classmethod
