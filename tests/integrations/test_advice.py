@@ -158,6 +158,8 @@ def test_beside_a_gpu_what_leaves_it_is_weighed_last_and_what_is_on_the_host_com
     assert "would fit: offload.optimizer: cpu saves" in explain(model, recomputed, mesh, missing=10, **on_gpu)
     assert "offload" not in explain(model, recomputed, mesh, missing=10, allocated=size)
 
+    there = stage3.replace(offload={"optimizer": "cpu"}, activation_checkpointing=True)
+    assert "offload.optimizer: cpu" not in explain(model, there, mesh, missing=10, **on_gpu)  # it is
     graphs = stage3.replace(cuda_graph=True)  # goes with neither
     assert "use a smaller batch" in explain(model, graphs, mesh, missing=10, **on_gpu)
 

@@ -95,21 +95,20 @@ def _alternatives(
 
 def offloads(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Change]:
     """Return what leaving the GPU would save there, the cheapest first."""
+    if config.stage == 0 or config.offload.params is not Tier.NONE:
+        return []
     now = runtime_memory(model, config, mesh).peak
+    both = "offload", "{optimizer: cpu, params: cpu}", {"optimizer": "cpu", "params": "cpu"}
+    ways: list[tuple[str, str, dict[str, str]]] = [both] if config.stage == 3 else []
+    if config.offload.optimizer is Tier.NONE:
+        ways.insert(0, ("offload.optimizer", "cpu", {"optimizer": "cpu"}))
     found = []
-    for key, tiers in (
-        ("offload.optimizer", {"optimizer": "cpu"}),
-        ("offload.params", {"optimizer": "cpu", "params": "cpu"}),
-    ):
-        if config.stage == 0 or (key == "offload.params" and config.stage < 3):
-            continue
+    for key, value, tiers in ways:
         moved = variant(config, offload=tiers)
-        if moved is None:
-            continue
-        there = runtime_memory(model, moved, mesh)
-        if now > there.peak and getattr(config.offload, key.partition(".")[2]) is Tier.NONE:
+        there = runtime_memory(model, moved, mesh) if moved is not None else None
+        if there is not None and there.peak < now:
             price = f"the optimizer steps on the CPU, with {readable(there.host)} of host memory a rank"
-            found.append(Change(key, "cpu", now - there.peak, price))
+            found.append(Change(key, value, now - there.peak, price))
     return found
 
 
@@ -182,7 +181,8 @@ def _back_on_the_gpu(model: nn.Module, config: ShardConfig, mesh: MeshSizes, now
         ("offload.params", {"optimizer": optimizer, "params": "none"}),
         ("offload.optimizer", {"optimizer": "none", "params": "none"}),
     ):
-        less = runtime_memory(model, config.replace(offload=tiers), mesh)
+        changed = variant(config, offload=tiers)
+        less = runtime_memory(model, changed, mesh) if changed is not None else now
         if less.host < now.host:
             price = f"{readable(max(0, less.peak - now.peak))} more on the GPU"
             yield Change(key, "none", now.host - less.host, price)
