@@ -281,6 +281,13 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard1_offload_optimizer": _ourshard(stage=1, offload={"optimizer": "cpu"}),
     "ourshard3_offload_optimizer": _ourshard(stage=3, offload={"optimizer": "cpu"}),
     "ourshard3_offload_all": _ourshard(stage=3, offload={"optimizer": "cpu", "params": "cpu"}),
+    "ourshard3_offload_overlap": _ourshard(stage=3, offload={"optimizer": "cpu", "overlap_step": True}),
+    "ourshard3_offload_all_overlap": _ourshard(
+        stage=3, offload={"optimizer": "cpu", "params": "cpu", "overlap_step": True}
+    ),
+    "ourshard3_offload_params_disk": _ourshard(
+        stage=3, offload={"optimizer": "cpu", "params": "nvme", "nvme_path": DISK, "overlap_step": True}
+    ),
     "ourshard3_offload_half": _ourshard(stage=3, offload={"optimizer": "cpu", "optimizer_ratio": 0.5}),
     "ourshard3_offload_disk": _ourshard(stage=3, offload={"optimizer": "nvme", "nvme_path": DISK}),
     "ourshard-hybrid": _ourshard(stage=3, shard_size=2),

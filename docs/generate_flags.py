@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from ourshard.config import ShardConfig, unflatten
 from ourshard.flags import deepspeed_keys as deepspeed
 from ourshard.flags.fsdp import FSDP
 from ourshard.flags.language import Flag, Verdict
 from ourshard.flags.native import KEYS
 from ourshard.flags.parallelism import PARALLELISM
 from ourshard.flags.sources import variables
-from ourshard.runtime.api import shard_model
-from ourshard.runtime.mesh import Axis, Mesh
-from torch import device, nn
 
 PAGE = Path(__file__).parent / "flags.md"
 
@@ -56,33 +50,6 @@ SECTIONS: tuple[tuple[str, str, Iterable[Flag]], ...] = (
 )  # fmt: skip
 
 
-# Values that the runtime is asked about, by key. What it refuses stands in the rows that have the word.
-TRIED: Mapping[str, Mapping[str, dict[str, Any]]] = {
-    "offload.params": {
-        "nvme": {"offload.params": "nvme", "offload.optimizer": "cpu", "offload.nvme_path": "/tmp"},
-        "": {"offload.params": "cpu"},
-    },
-}
-
-
-@functools.cache
-def refused_so_far(key: str) -> Mapping[str, str]:
-    """Return the runtime's own words on values of `key` that this version refuses, by the word of the value."""
-    told = {word: _refusal(values) for word, values in TRIED.get(key, {}).items()}
-    return {word: text for word, text in told.items() if text}
-
-
-def _refusal(values: Mapping[str, Any]) -> str:
-    two_copies = Mesh(
-        *(Axis(name, n, 0, None) for name, n in (("shard", 1), ("replicate", 2), ("world", 1))), None, device("cpu")
-    )
-    try:
-        shard_model(nn.Linear(40, 40), ShardConfig.from_dict(unflatten(values)), mesh=two_copies)
-    except Exception as error:  # past the refusals anything may fail: there are no second copy's ranks
-        return str(error) if "in this version" in str(error) else ""
-    return ""
-
-
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD]
@@ -92,7 +59,7 @@ def page() -> str:
         parts.append(_table(flags))
     parts.append("## The keys of ourshard_config\n")
     parts.append("Each can be set in the environment, too.\n")
-    rows = [f"| `{key}` | `{name}` | {_with_refusal(KEYS[key], key)} |" for name, key in variables().items()]
+    rows = [f"| `{key}` | `{name}` | {KEYS[key]} |" for name, key in variables().items()]
     parts.append("\n".join(["| key | variable | meaning |", "|---|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
@@ -107,14 +74,7 @@ def _table(flags: Iterable[Flag]) -> str:
 
 
 def _sentence(flag: Flag) -> str:
-    text = flag.reason[0].upper() + flag.reason[1:]
-    return _with_refusal(text, flag.target) if flag.verdict is Verdict.MAPPED else text.replace("|", "\\|")
-
-
-def _with_refusal(text: str, key: str) -> str:
-    refusals = [f"Refused so far: {refusal}" for word, refusal in refused_so_far(key).items() if word in text.lower()]
-    end = "." if refusals and not text.endswith(".") else ""
-    return " ".join([text + end, *refusals]).replace("|", "\\|")
+    return (flag.reason[0].upper() + flag.reason[1:]).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -174,8 +174,16 @@ class OffloadConfig:
     optimizer_ratio: float = 1.0  # part of the optimizer elements that leave the device
     nvme_path: str | None = None
     pin_memory: bool = True
+    windows: int = 3  # of host memory, through which lanes on a disk pass: for masters, and again for parameters
+    overlap_step: bool = False  # the step on the host may go on while the next forward begins
 
     def __post_init__(self) -> None:
+        if not 2 <= self.windows <= 64:
+            raise ValueError(f"offload.windows: {self.windows!r} is not between 2 (read one, use one) and 64.")
+        if self.overlap_step and self.optimizer is not Tier.CPU:
+            on_disk = self.optimizer is Tier.NVME
+            why = "a read that fails must stop all ranks before one goes on" if on_disk else "no step is on the host"
+            raise ValueError(f"offload.overlap_step needs offload.optimizer: cpu; it is {self.optimizer.value}: {why}.")
         if not 0.0 <= self.optimizer_ratio <= 1.0:
             raise ValueError(f"offload.optimizer_ratio: {self.optimizer_ratio!r} is not between 0 and 1.")
         if Tier.NVME in (self.optimizer, self.params) and not self.nvme_path:
@@ -291,6 +299,8 @@ class ShardConfig:
             raise ValueError(f"offload.params needs stage 3; stage {self.stage} keeps whole parameters on the device.")
         if self.cuda_graph:
             self._check_graph()
+        if self.offload.overlap_step and self.stage != 3:
+            raise ValueError("offload.overlap_step needs stage 3: below it all parameters come in before a forward.")
         if self.timeout is not None and self.timeout <= 0:
             raise ValueError(f"timeout: {self.timeout!r} must be a positive number of seconds.")
 

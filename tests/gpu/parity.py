@@ -185,11 +185,16 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
     files.mkdir(parents=True, exist_ok=True)
     disk = {"optimizer": "nvme", "nvme_path": str(files)}
     found += [{"stage": 3, "offload": disk}, {"stage": 3, "offload": {**disk, "params": "cpu"}}]
+    behind = {**host, "overlap_step": True}
+    found += [{"stage": 3, "offload": {**behind, "params": params}} for params in ("none", "cpu")]
+    below = {"params": "nvme", "nvme_path": disk["nvme_path"]}
+    found += [{"stage": 3, "offload": {**below, **more}} for more in ({}, behind, disk, {**disk, "windows": 2})]
     found += [{"stage": 1}] * repeats
     copies = 1 if dist.get_world_size() == 2 else 2
     over_all = {"shard_size": copies, "shard_optimizer_over": "all"}
     found += [{"stage": stage, **over_all} for stage in (1, 2, 3)]
     found += [{"stage": 3, "offload": {**host, "params": "cpu"}, **over_all}]
+    found += [{"stage": 3, "offload": below, **over_all}]
     if dist.get_world_size() == 4:
         found += [{"stage": stage, "shard_size": 2} for stage in range(4)]
         second = {"stage": 3, "secondary_shard_size": 2}

@@ -47,6 +47,8 @@ CHANGED: dict[str, Any] = {
     "offload.optimizer_ratio": 0.5,
     "offload.nvme_path": "/tmp",
     "offload.pin_memory": False,
+    "offload.windows": 2,
+    "offload.overlap_step": True,
     "communication.weights": "int8",
     "communication.gradients": "int8",
     "communication.error_feedback": True,

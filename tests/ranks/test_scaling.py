@@ -109,3 +109,31 @@ def test_fp16_compute_learns_with_fp32_masters(ranks, stage):
     for first, last, masters in ranks(2)(half, {"stage": stage, "persist_below": 0}):
         assert last < 0.9 * first
         assert masters == "{torch.float32}"
+
+
+def norms_of_unscaled(config: dict[str, Any]) -> list[float]:
+    """Return the norm of unscaled gradients, twice, and again after the step has divided them."""
+    from ourshard import clip_grad_norm_, shard_model
+    from ourshard.runtime.scaler import ShardGradScaler
+
+    model = shard_model(toy(), config)
+    optimizer = adamw(model.parameters())
+    scaler = ShardGradScaler("cpu", init_scale=1024.0)
+    norms = []
+    for step in range(2):
+        scaler.scale(square_loss(model, part(joined(step)))).backward()
+        scaler.unscale_(optimizer)
+        norms += [clip_grad_norm_(model, 0.05).item(), clip_grad_norm_(model, 0.04).item()]
+        scaler.step(optimizer)
+        scaler.update()
+        norms.append(clip_grad_norm_(model, 1e9).item())
+        optimizer.zero_grad()
+    return norms
+
+
+def test_norms_on_the_host_are_of_unscaled_and_of_clipped_gradients(ranks):
+    """The kernels of loss scaling and of fused optimizers change gradients, and their versions do not tell."""
+    here = ranks(2)(norms_of_unscaled, TOY["stage 3"])
+    there = ranks(2)(norms_of_unscaled, {**TOY["stage 3"], "offload": {"optimizer": "cpu"}})
+    assert there == here
+    assert here[0][1:3] == pytest.approx([0.05, 0.04], rel=1e-4)

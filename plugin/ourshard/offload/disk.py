@@ -1,4 +1,7 @@
-"""Masters and optimizer state of one engine in a file: Note [The file] in file.py, Note [Windows] in windows.py.
+"""What one engine keeps in a file: Note [The file] in file.py.
+
+Masters with the optimizer's state pass by Note [Windows] in windows.py, parameters by Note [Parameters on a disk] in
+parameters.py.
 
 A read or write that fails leaves some lanes stepped and some not: the step ends in an error on all ranks, and what
 rests on the disk can't be used any more, not for a save either. The last checkpoint is not touched.
@@ -14,13 +17,15 @@ import torch
 from torch.optim import Optimizer
 
 from ourshard.offload.file import DiskFile
+from ourshard.offload.parameters import ParameterWindows
 from ourshard.offload.preflight import check_disk
-from ourshard.offload.windows import Stream, Transit, Window, states_of
-from ourshard.runtime.disk import WINDOWS, padded
+from ourshard.offload.windows import Transit, Window
+from ourshard.runtime.disk import DiskNeed, padded
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.optim import Run
+from ourshard.runtime.states import Stream, states_of
 
 logger = logging.getLogger("ourshard")
 
@@ -65,7 +70,8 @@ class ShardDisk:
         self._lost: str | None = None  # why what rests here can't be used
         self._starts: dict[int, int] = {}  # address of a tensor over the mapping -> place in the file
         self._lanes: dict[Lane, LaneFile] = {}
-        self._windows = [Window() for _ in range(WINDOWS)]
+        self._windows = [Window() for _ in range(engine.config.offload.windows)]
+        self.shards = ParameterWindows(file, engine.config.offload.windows, self.take_bytes, self.start_of)
         self._longest = 0  # elements of the longest lane
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -84,8 +90,12 @@ class ShardDisk:
 
     def take_buffer(self, stream: Stream) -> torch.Tensor:
         """Return host memory, bytes, for a stream of any lane."""
+        return self.take_bytes(padded(self._longest * stream.dtype.itemsize))
+
+    def take_bytes(self, nbytes: int) -> torch.Tensor:
+        """Return host memory that bytes pass through on their way to the device."""
         assert self._host is not None
-        buffer = self._host.take(padded(self._longest * stream.dtype.itemsize), torch.uint8)
+        buffer = self._host.take(nbytes, torch.uint8)
         if self._ledger is not None:
             self._ledger.hold(Kind.HOST, buffer.nbytes)
         return buffer
@@ -93,9 +103,7 @@ class ShardDisk:
     def check(self) -> None:
         """Raise RuntimeError where what rests here is lost."""
         if self._lost is None and not self.file.is_whole():
-            self._lost = (
-                "The file of offload.optimizer: nvme was cut by another process; go on from the last checkpoint."
-            )
+            self._lost = "The file of offload.nvme_path was cut by another process; go on from the last checkpoint."
         if self._lost is not None:
             raise RuntimeError(self._lost)
 
@@ -122,7 +130,7 @@ class ShardDisk:
                     yield transit.lane, master
                 finally:  # after a step that failed too: in memory, too, what it changed would stay changed
                     with self._streams.gather() as stream:
-                        self._windows[number % WINDOWS].sent = stream.mark(None)
+                        self._windows[number % len(self._windows)].sent = stream.mark(None)
                     transit.leave()
         finally:
             self._wait()
@@ -130,7 +138,7 @@ class ShardDisk:
     def _begin(self, transits: list[Transit], number: int) -> None:
         """Begin to read a lane, once the lane that was in its window has left it."""
         if number < len(transits):
-            window = self._windows[number % WINDOWS]
+            window = self._windows[number % len(self._windows)]
             window.wait()
             transits[number].begin(window)
 
@@ -148,15 +156,34 @@ class ShardDisk:
     def _agree(self, failure: str | None) -> None:
         """Raise on all ranks what any rank met."""
         label = "the end of a step from the disk"
+        failure = failure or self.shards.failure
         if not self._control.any_of([failure is not None], label)[0]:
             return
-        told = self._control.gather_objects(failure, label)
-        rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+        rank, text = self._first(failure, label)
         self._lost = (
             f"offload.optimizer: nvme: rank {rank} could not read or write its masters and optimizer state ({text}). "
             "This step was taken in part, so that the run can't go on or be saved; go on from the last checkpoint."
         )
         raise RuntimeError(self._lost)
+
+    def agree(self, label: str) -> None:
+        """Raise RuntimeError on all ranks where reading or writing parameters failed on any. Collective."""
+        if self._control.any_of([self.shards.failure is not None], label)[0]:
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what `agree` does, where the ranks know of it. Collective."""
+        rank, text = self._first(self.shards.failure, "a disk that failed")
+        self._lost = (
+            f"offload.params: nvme: rank {rank} could not read or write its parameters ({text}). The run can't go on "
+            "from here; go on from the last checkpoint."
+        )
+        raise RuntimeError(self._lost)
+
+    def _first(self, failure: str | None, label: str) -> tuple[int, object]:
+        """Return the first rank that has a failure, and its words. Collective."""
+        told = self._control.gather_objects(failure, label)
+        return next((rank, text) for rank, text in enumerate(told) if text)
 
     def put_away(self, optimizer: Optimizer, lane: Lane) -> None:
         """Move the state that an optimizer has of a lane to the file."""
@@ -178,13 +205,14 @@ def _has_gradient(optimizer: Optimizer, lane: Lane) -> bool:
     return any(run.parameter.grad is not None for run in lane.runs if run.optimizer() is optimizer)
 
 
-def open_disk(engine: Engine, masters_nbytes: int) -> ShardDisk:
+def open_disk(engine: Engine, need: DiskNeed) -> ShardDisk:
     """Check the folder, and open this rank's file in it. Collective; raises `ValueError` on all ranks."""
     folder = Path(str(engine.config.offload.nvme_path))
-    check_disk(engine, folder, masters_nbytes)
+    check_disk(engine, folder, need)
     error, file = None, None
     try:
-        file = DiskFile(folder, CAPACITY * (masters_nbytes + masters_nbytes // 4 + _SLACK))
+        file = DiskFile(folder, CAPACITY * (need.nbytes + need.nbytes // 4 + _SLACK))
+        file.reserve(need.reserved)
     except OSError as problem:
         error = f"offload.nvme_path: no file could be made in {folder} ({problem})."
     engine.control.check(error, "opening the file of offload.nvme_path")

@@ -54,6 +54,11 @@ class DiskFile:
         descriptors = [self._plain] if self._direct is None else [self._plain, self._direct]
         weakref.finalize(self, _close, descriptors, self._pool)
 
+    def reserve(self, nbytes: int) -> None:
+        """Have the space of the first `nbytes` that are taken from now on."""
+        if nbytes:
+            os.posix_fallocate(self._plain, self.used, padded(nbytes))
+
     def take(self, nbytes: int) -> int:
         """Return where the next `nbytes` begin; they have their space, and are zero."""
         start = self.used

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ourshard.offload.file import DiskFile
-from ourshard.runtime.disk import BLOCK
+from ourshard.runtime.disk import BLOCK, DiskNeed
 from ourshard.runtime.engine import Engine
 
 logger = logging.getLogger("ourshard")
@@ -21,7 +21,7 @@ logger = logging.getLogger("ourshard")
 _GIB = 2**30
 _MIB = 2**20
 _TRIED = 16 * 2**20  # bytes that a rank writes and reads to find the speed
-_ADAMW = 3  # AdamW keeps two values beside each master
+_ADAMW = 2  # values that AdamW keeps beside each master
 _NOT_LOCAL = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.sshfs", "9p", "virtiofs", "beegfs"})
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
@@ -39,21 +39,23 @@ class _Need:
     """What one rank needs of one filesystem, named by machine and device."""
 
     where: tuple[str, int]
-    masters: int
+    nbytes: int  # before the first step
+    adamw: int  # with AdamW's state
     free: int
 
 
-def check_disk(engine: Engine, folder: Path, masters_nbytes: int) -> None:
+def check_disk(engine: Engine, folder: Path, wanted: DiskNeed) -> None:
     """Raise `ValueError` on all ranks where the folder can't serve any of them. Collective.
 
-    `masters_nbytes`: of this rank. Ranks that share a filesystem need its space together.
+    `wanted`: by this rank. Ranks that share a filesystem need its space together.
     """
     control = engine.control
     control.check(_why_not(folder), "checking offload.nvme_path")
-    need = _Need((socket.gethostname(), folder.stat().st_dev), masters_nbytes, shutil.disk_usage(folder).free)
+    where, free = (socket.gethostname(), folder.stat().st_dev), shutil.disk_usage(folder).free
+    need = _Need(where, wanted.nbytes, wanted.with_states(_ADAMW), free)
     told = control.gather_objects(need, "comparing the space of offload.nvme_path")
     beside = [other for other in told if isinstance(other, _Need) and other.where == need.where]
-    room = _Room(folder, sum(other.masters for other in beside), len(beside), need.free)
+    room = _Room(folder, sum(each.nbytes for each in beside), sum(each.adamw for each in beside), len(beside), free)
     control.check(room.lack(), "checking the space of offload.nvme_path")
     error, speed = None, None
     try:
@@ -64,7 +66,7 @@ def check_disk(engine: Engine, folder: Path, masters_nbytes: int) -> None:
     assert speed is not None
     if engine.mesh.world.rank == 0:
         room.warn()
-        _tell(room, masters_nbytes, speed)
+        _tell(room, wanted, speed)
 
 
 def _why_not(folder: Path) -> str | None:
@@ -80,27 +82,28 @@ class _Room:
     """The space of one filesystem, and what the ranks that share it need."""
 
     folder: Path
-    masters: int
+    nbytes: int
+    adamw: int
     ranks: int
     free: int
 
     def lack(self) -> str | None:
-        """Say what is missing, if masters do not fit."""
-        if self.masters <= self.free:
+        """Say what is missing, if masters and parameters do not fit."""
+        if self.nbytes <= self.free:
             return None
         return (
-            f"offload.nvme_path: {self.folder} has {_text(self.free)} free, and the masters of {self.ranks} ranks need "
-            f"{_text(self.masters)} there, with AdamW's state {_text(_ADAMW * self.masters)}. Make room, choose "
-            "another disk, or use offload.optimizer: cpu."
+            f"offload.nvme_path: {self.folder} has {_text(self.free)} free, and masters and parameters of {self.ranks} "
+            f"ranks need {_text(self.nbytes)} there, with AdamW's state {_text(self.adamw)}. Make room, choose another "
+            "disk, or use cpu."
         )
 
     def warn(self) -> None:
         """Warn of what may go wrong later."""
-        if _ADAMW * self.masters > self.free:
+        if self.adamw > self.free:
             logger.warning(
                 "offload.nvme_path: AdamW would need %s in %s for %d ranks, where %s are free; an optimizer that keeps "
                 "less may fit.",
-                _text(_ADAMW * self.masters),
+                _text(self.adamw),
                 self.folder,
                 self.ranks,
                 _text(self.free),
@@ -113,18 +116,21 @@ class _Room:
             )
 
 
-def _tell(room: _Room, mine: int, speed: Speed) -> None:
+def _tell(room: _Room, mine: DiskNeed, speed: Speed) -> None:
+    stepped = (1 + _ADAMW) * mine.masters
+    read, written = stepped + 2 * mine.shards, stepped + mine.shards  # parameters: a forward and a backward; a step
     logger.info(
-        "offload.nvme_path: %s (%s, %s free) writes %.2f GB/s and reads %.2f GB/s for each of %d ranks; a step with "
-        "AdamW moves %s a rank each way, in about %.1f s",
+        "offload.nvme_path: %s (%s, %s free) writes %.2f GB/s and reads %.2f GB/s for each of %d ranks; a batch with "
+        "AdamW reads %s and writes %s a rank, in about %.1f s",
         room.folder,
         filesystem_of(room.folder),
         _text(room.free),
         speed.write / 1e9,
         speed.read / 1e9,
         room.ranks,
-        _text(_ADAMW * mine),
-        _ADAMW * mine * (1 / speed.write + 1 / speed.read),
+        _text(read),
+        _text(written),
+        written / speed.write + read / speed.read,
     )
 
 

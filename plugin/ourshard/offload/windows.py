@@ -3,10 +3,10 @@
 Note [Windows]
 --------------
 A step needs, of one lane at a time, the master and what the optimizer keeps one value an element of: its streams. Each
-window has a buffer for each stream, as long as the longest lane. There are three windows: while the CPU steps the lane
-in one, the next lane is read into the second, and the lane before is written from the third (and its master goes up to
-the device). For the time in which a lane is in a window the optimizer's tensors are views of it; at rest they are views
-of the file.
+window has a buffer for each stream, as long as the longest lane. There are three windows, or what `offload.windows`
+says: while the CPU steps the lane in one, the next lane is read into the second, and the lane before is written from
+the third (and its master goes up to the device). For the time in which a lane is in a window the optimizer's tensors
+are views of it; at rest they are views of the file.
 
 A state tensor that is not (it was made in this step, loaded, or cut in two) is copied into the window, and is a view of
 the file from then on.
@@ -24,18 +24,11 @@ from torch.optim import Optimizer
 
 from ourshard.runtime.disk import padded
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.states import Stream, states_of
 
 if TYPE_CHECKING:
     from ourshard.offload.disk import LaneFile
     from ourshard.runtime.optim import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One value an element of a lane: the master (named ""), or a state of the optimizer."""
-
-    name: str
-    dtype: torch.dtype
 
 
 @dataclass(slots=True)
@@ -117,10 +110,3 @@ class Transit:
     def _flat(self, stream: Stream) -> torch.Tensor:
         numel = self.lane.layout.shard_numel
         return self._bytes(stream)[: numel * stream.dtype.itemsize].view(stream.dtype)
-
-
-def states_of(optimizer: Optimizer, run: Run) -> Iterator[tuple[Stream, torch.Tensor]]:
-    """Yield what an optimizer keeps one value an element of."""
-    for name, value in list(optimizer.state.get(run.parameter, {}).items()):
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape == run.parameter.shape:
-            yield Stream(name, value.dtype), value

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from ourshard.config import Tier
 from ourshard.planning.layouts import PlannedLane, PlannedModel
-from ourshard.runtime.disk import WINDOWS, padded
+from ourshard.runtime.disk import padded
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.peer import PIECE_NBYTES
 from ourshard.runtime.placement import At
+
+_SHARD_KINDS = {Tier.NONE: Kind.SHARD, Tier.CPU: Kind.HOST, Tier.NVME: Kind.DISK}
 
 
 def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
@@ -20,8 +23,7 @@ def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
             held[Kind.MASTER if lane.direct else Kind.FULL] += lane.full_nbytes
         if not lane.aliased:
             held[master_kind(lane)] += lane.master_nbytes
-        if lane.has_shard:
-            held[Kind.HOST if lane.shard_on_host else Kind.SHARD] += beside_nbytes(lane)
+        held[_SHARD_KINDS[lane.params_tier]] += lane.beside_nbytes
         held[Kind.SECONDARY] += lane.secondary_nbytes
     return dict(held)
 
@@ -33,17 +35,11 @@ def master_kind(lane: PlannedLane) -> Kind:
 
 
 def windows_nbytes(planned: PlannedModel, states: float) -> int:
-    """Bytes of the host memory that lanes on a disk pass through: Note [Windows] in offload/windows.py."""
-    lanes = [lane for lane in planned.lanes if lane.on_disk]
-    longest = max((lane.master_nbytes for lane in lanes), default=0)
-    return min(WINDOWS, len(lanes)) * (1 + int(states)) * padded(longest)
-
-
-def beside_nbytes(lane: PlannedLane) -> int:
-    """Bytes of the shard in compute dtype beside a master: `LaneStore._make_shard`."""
-    same = lane.compute_nbytes == lane.store_nbytes and lane.replicas == 1
-    served = lane.shard_on_host and not lane.on_disk and same  # the master serves
-    return 0 if served else lane.shard_numel * lane.compute_nbytes
+    """Bytes of the host memory that lanes on a disk pass through: offload/windows.py, offload/parameters.py."""
+    stepped = [padded(lane.master_nbytes) for lane in planned.lanes if lane.on_disk and lane.trainable]
+    read = [padded(lane.read_nbytes) for lane in planned.lanes if lane.read_nbytes]
+    masters = min(planned.windows, len(stepped)) * (1 + int(states)) * max(stepped, default=0)
+    return masters + min(planned.windows, len(read)) * max(read, default=0)
 
 
 def arriving_kind(lane: PlannedLane) -> Kind:

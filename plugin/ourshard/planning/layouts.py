@@ -18,7 +18,7 @@ from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.inventory import take_stock
 from ourshard.runtime.placement import At, Placement
-from ourshard.runtime.tiers import refuse_nvme, with_tiers
+from ourshard.runtime.tiers import with_tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class PlannedLane:
     reduce_nbytes: int
     on_host: bool = False  # the master, or what passes through a step of it: `LaneStore.offloaded`
     on_disk: bool = False  # the master rests in a file, and so does the optimizer's state
-    shard_on_host: bool = False  # the shard in compute dtype that is beside such a master
+    params_tier: Tier = Tier.NONE  # where the shard in compute dtype rests that is beside such a master
     coded_nbytes: int = 0  # of the whole lane as messages of the weights' codec; 0 where it travels as it is
     grad_codec: BlockCodec | None = None  # of reductions, where they are coded
     replicas: int = 1  # over which the master of a shard is cut again: Note [Divided masters]
@@ -72,6 +72,20 @@ class PlannedLane:
     def has_shard(self) -> bool:
         """Say whether a shard in compute dtype rests beside the master: `LaneStore.shard`."""
         return self.sharded and self.trainable and (self.on_host or self.replicas > 1)
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Bytes of that shard; none where the master serves: `LaneKey.has_own_shard`."""
+        in_memory = self.params_tier is not Tier.NONE and self.on_host and not self.on_disk and self.replicas == 1
+        served = in_memory and self.compute_nbytes == self.store_nbytes
+        return self.shard_numel * self.compute_nbytes if self.has_shard and not served else 0
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that a gather reads of a disk: Note [Parameters on a disk] in offload/parameters.py."""
+        if not self.trainable:
+            return self.master_nbytes if self.on_disk else 0
+        return self.beside_nbytes if self.params_tier is Tier.NVME else 0
 
     @property
     def master_nbytes(self) -> int:
@@ -111,6 +125,7 @@ class PlannedModel:
     """The units of a model, the root last."""
 
     units: tuple[PlannedUnit, ...]
+    windows: int = 3  # `offload.windows`
 
     @property
     def lanes(self) -> tuple[PlannedLane, ...]:
@@ -132,7 +147,6 @@ def plan_model(
     Raises:
         ValueError: a tier that the runtime does not have.
     """
-    refuse_nvme(config.offload)
     settings: Any = SimpleNamespace(
         config=config,
         mesh=SimpleNamespace(
@@ -152,7 +166,7 @@ def plan_model(
         lanes = tuple(_lane(lane, reduce_dtype, config, mesh, rooted=entry.rooted) for lane in layout.lanes)
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
         units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
-    return PlannedModel(tuple(units))
+    return PlannedModel(tuple(units), config.offload.windows)
 
 
 def _lane(
@@ -174,7 +188,7 @@ def _lane(
         reduce_nbytes=reduce.itemsize,
         on_host=key.tier is not Tier.NONE,
         on_disk=key.tier is Tier.NVME,
-        shard_on_host=offload.params is Tier.CPU,
+        params_tier=offload.params,
         coded_nbytes=codec.nbytes(layout.numel) if codec is not None and key.coded else 0,
         grad_codec=grad_codec if key.coded and key.trainable else None,
         secondary_nbytes=layout.numel // shares * key.compute_dtype.itemsize if shares else 0,

@@ -71,5 +71,7 @@ class Move:
     nbytes: int = 0
     visit: Visit | None = None
     host_nbytes: int = 0  # as `nbytes`, but in host memory
-    disk_nbytes: int = 0  # of these, what comes from a disk and goes back, with the optimizer's state
+    disk_nbytes: int = 0  # of a step, what comes from a disk and goes back, with the state; of a gather, what is read
+    behind_nbytes: int = 0  # of a step that the next forward overlaps, as `host_nbytes`; of a gather, up to its unit
+    stored_nbytes: int = 0  # shards of parameters that a step writes to a disk
     leaves: int = 0  # parameters whose gradients a reduction takes, one after the other on the host

@@ -124,6 +124,11 @@ class Rehearsal:
         self._pulled = 0  # bytes of what was pulled from peers; the buffer stays
         self._staging, self._arena = peer_nbytes(self.planned, self.mesh.shard) if self.peer else (0, 0)
         self._held[Kind.REDUCE] += 2 * self._staging + self._arena
+        self._behind: dict[int, int] = {}  # unit -> bytes of masters that an overlapped step is over with, in its order
+        if self.config.offload.overlap_step:
+            for unit in dict.fromkeys(unit.index for unit in (*self._rooted, *self._units)):
+                masters = [lane.master_nbytes for lane in self._units[unit].planned.lanes if lane.on_host]
+                self._behind[unit] = sum(masters) + max(self._behind.values(), default=0)
         nobody: Any = _Nobody()
         units: Any = self._units
         self._schedule = Schedule(nobody, units, self._perform)
@@ -218,12 +223,22 @@ class Rehearsal:
         lanes = [lane for lane in self.planned.lanes if lane.trainable]
         masters = sum(lane.master_nbytes for lane in lanes if not lane.on_host)
         host = sum(lane.master_nbytes for lane in lanes if lane.on_host)
-        if (
-            self.clip
-        ):  # the norm reads every gradient (those that went down, before they did), the scaling reads and writes
-            self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=2 * host)
+        if self.clip:
+            # The norm reads every gradient (those that went down, before they did), the division reads and writes; on
+            # the host the step divides, and writes what it divided: Note [Late division] in runtime/late.py.
+            self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=host)
         disk = sum(lane.master_nbytes for lane in lanes if lane.on_disk)
-        self._move(Does.STEP, self._root, nbytes=masters, host_nbytes=host, disk_nbytes=disk)
+        stored = sum(lane.read_nbytes for lane in lanes)
+        waited, behind = (0, host) if self._behind else (host, 0)
+        self._move(
+            Does.STEP,
+            self._root,
+            nbytes=masters,
+            host_nbytes=waited,
+            disk_nbytes=disk,
+            stored_nbytes=stored,
+            behind_nbytes=behind,
+        )
         for unit in self._units:
             for lane in unit.lanes:
                 self._zero_grad(lane)
@@ -274,13 +289,15 @@ class Rehearsal:
             self._move(Does.GATHER, unit, collectives=calls)
             return
         calls = tuple(call for lane in unit.planned.lanes for call in self._lane_gather(lane, unit.stale))
+        behind = self._behind.get(unit.index, 0) if unit.stale else 0
         unit.stale = False
         secondary = sum(lane.secondary_nbytes for lane in unit.planned.lanes)
         unit.has_secondary = secondary > 0
         cast = sum(cast_nbytes(lane) for lane in unit.planned.lanes) + 2 * secondary
         message = max((self._message_nbytes(lane) for lane in unit.planned.lanes), default=0)
         self._held[Kind.SLOT] += message  # while the gather runs
-        self._move(Does.GATHER, unit, collectives=calls, nbytes=cast)
+        read = sum(lane.read_nbytes for lane in unit.planned.lanes)
+        self._move(Does.GATHER, unit, collectives=calls, nbytes=cast, disk_nbytes=read, behind_nbytes=behind)
         self._held[Kind.SLOT] -= message
 
     def _lane_gather(self, lane: PlannedLane, stale: bool) -> Iterator[Collective]:
@@ -407,16 +424,9 @@ class Rehearsal:
         collectives: tuple[Collective, ...] = (),
         nbytes: int = 0,
         visit: Visit | None = None,
-        *,
-        host_nbytes: int = 0,
-        disk_nbytes: int = 0,
-        leaves: int = 0,
+        **more: int,
     ) -> None:
+        """Add a move and what is held from then on; `more` are the other numbers that a move names."""
         in_flight = sum(other.in_flight for other in self._units) + sum(self._pending) + self._pulled
         held = dict(self._held)
-        self.moves.append(
-            Move(
-                does, unit.index, held, in_flight, collectives, nbytes, visit,
-                host_nbytes=host_nbytes, disk_nbytes=disk_nbytes, leaves=leaves,
-            )
-        )  # fmt: skip
+        self.moves.append(Move(does, unit.index, held, in_flight, collectives, nbytes, visit, **more))

@@ -93,6 +93,8 @@ class _Clocks:
     host: float = 0.0
     compute: float = 0.0
     wire: float = 0.0
+    begun: float = 0.0  # when the last step was
+    disk: float = 0.0  # when it has read what was asked for
     gathered: dict[int, float] = field(default_factory=dict)  # unit -> when its gather is over
     reduced: list[float] = field(default_factory=list)  # ends of reductions that nobody waited for
     computed: float = 0.0
@@ -147,8 +149,26 @@ class _Clocks:
         self.compute = max(self.compute, until)
 
     def _gather(self, move: Move) -> None:
+        if move.behind_nbytes:  # the host waits for the unit's step: Note [Overlapped steps] in runtime/behind.py
+            self.host = max(self.host, self.begun + self._host_seconds(move.behind_nbytes))
         cast = copy_seconds(move.nbytes, self.hardware, self.reach)
-        self.gathered[move.unit] = self._send(self._issue() + cast, move.collectives)
+        self.gathered[move.unit] = self._send(self._read(move.disk_nbytes) + cast, move.collectives)
+
+    def _host_seconds(self, nbytes: int) -> float:
+        """Return what the CPU takes to step masters of `nbytes`."""
+        return nbytes * self.optimizer.moved / self.hardware.host_rate
+
+    def _read(self, nbytes: int) -> float:
+        """Return when a gather can begin that reads `nbytes` of a disk; reads begin as soon as the disk is free."""
+        issued = self._issue()
+        if nbytes:
+            self.disk += nbytes * self._ranks_beside / self.hardware.disk_rate
+        return max(issued, self.disk)
+
+    @property
+    def _ranks_beside(self) -> int:
+        """Count the ranks that share a node's disk."""
+        return min(self.hardware.gpus, self.hardware.gpus_per_node)
 
     def _reduce(self, move: Move) -> None:
         end = self._send(self._issue(), move.collectives)
@@ -194,11 +214,13 @@ class _Clocks:
 
     def _step(self, move: Move) -> None:
         device = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
-        host = move.host_nbytes * self.optimizer.moved / self.hardware.host_rate
-        ranks = min(self.hardware.gpus, self.hardware.gpus_per_node)  # that share a node's disk
-        disk = 2 * move.disk_nbytes * (1 + self.optimizer.states) * ranks / self.hardware.disk_rate
+        host = self._host_seconds(move.host_nbytes)
+        self.begun = max(self.compute, self.host)
+        moved = 2 * move.disk_nbytes * (1 + self.optimizer.states) + move.stored_nbytes
+        disk = moved * self._ranks_beside / self.hardware.disk_rate
         seconds = max(device, host, disk)  # side by side
         self.compute += seconds
+        self.disk = self.compute
         self.stepped += seconds
 
     def _rest(self, move: Move) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -35,7 +34,7 @@ from ourshard.runtime.links import assumed, choose_codecs
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.placement import At, Placement, placement_of
 from ourshard.runtime.recompute import recompute_in_backward
-from ourshard.runtime.tiers import lane_key, refuse_nvme, with_tiers
+from ourshard.runtime.tiers import disk_need, with_tiers
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
 
@@ -47,8 +46,8 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     if Codec.AUTO in (config.communication.weights, config.communication.gradients):
         engine.chosen = choose_codecs(engine)
     layouts = with_tiers([plan_lanes(entry.parameters, engine) for entry in stock], config.offload)
-    if config.offload.optimizer is Tier.NVME:
-        engine.disk = open_disk(engine, _masters_nbytes(layouts))
+    if Tier.NVME in (config.offload.optimizer, config.offload.params):
+        engine.disk = open_disk(engine, disk_need(layouts, config.offload, mesh.shard.size))
     readable = _readable(stock, engine)
     for index, (entry, layout) in enumerate(zip(stock, layouts, strict=True)):
         unit = Unit(engine, index, entry.name, entry.modules, rooted=entry.rooted)
@@ -85,12 +84,6 @@ def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
             tensors = tuple(LaneTensor(indices[t.index], t.offset, t.numel, t.granule) for t in lane.tensors)
             lanes.append(LaneLayout(lane.key, tensors, lane.shard_numel, lane.world))
     return UnitLayout(tuple(lanes))
-
-
-def _masters_nbytes(layouts: Sequence[UnitLayout]) -> int:
-    """Return the bytes of this rank's masters that rest on the disk."""
-    lanes = [lane for unit in layouts for lane in unit.lanes if lane_key(lane).tier is Tier.NVME]
-    return sum(lane.shard_numel * lane_key(lane).store_dtype.itemsize for lane in lanes)
 
 
 def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
@@ -335,17 +328,7 @@ def _refuse_codecs(config: ShardConfig) -> None:
 
 def _refuse_tiers(engine: Engine) -> None:
     offload, device = engine.config.offload, engine.mesh.device
-    refuse_nvme(offload)
-    if offload.params is Tier.CPU and offload.optimizer is Tier.NONE:
-        raise ValueError(
-            "offload.params: cpu needs offload.optimizer: cpu (or nvme) in this version, since masters have the values."
-        )
-    if offload.params is not Tier.NONE and offload.optimizer_ratio != 1.0:
-        raise ValueError(
-            f"offload.optimizer_ratio: {offload.optimizer_ratio} keeps masters on the device, and with offload.params: "
-            f"{offload.params.value} no parameter is to rest there; use 1.0, or offload.params: none."
-        )
     if offload.active and engine.config.stage == 0:
         raise ValueError("offload.optimizer: at stage 0 masters are whole on every rank; use stage 1, 2 or 3.")
-    if offload.active and device.type == "cuda" and engine.param_dtype is torch.float16:
+    if offload.optimizer is not Tier.NONE and device.type == "cuda" and engine.param_dtype is torch.float16:
         raise ValueError("offload.optimizer: float16 with loss scaling is not available with it; use bfloat16.")

@@ -36,6 +36,7 @@ class _Gradients:
     sharded: dict[tuple[Engine, Axis], list[torch.Tensor]] = field(default_factory=dict)
     whole: list[torch.Tensor] = field(default_factory=list)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a tensor, of order 2, where it is known
+    lanes: dict[int, Lane] = field(default_factory=dict)  # by id of a tensor that is the whole gradient of one
     dtype: torch.dtype = torch.float32  # of their norm; the same on a rank that holds no rows
 
     def all(self) -> list[torch.Tensor]:
@@ -59,17 +60,26 @@ def clip_grad_norm_(
     norm = _total_norm(gradients, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(f"The gradient norm of order {norm_type} is {norm.item()}; nothing was clipped.")
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    tensors = gradients.all()
-    if tensors:
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(tensor)
-        for device, group in by_device.items():
-            factor = coefficient.to(device)
-            if device.type == "cuda" or factor.item() != 1.0:  # on the host, a pass over all gradients takes long
-                torch._foreach_mul_(group, factor)
+    _divide(gradients, torch.clamp((norm + 1e-6) / max_norm, min=1.0))
     return norm
+
+
+def _divide(gradients: _Gradients, divisor: torch.Tensor) -> None:
+    """Divide all gradients; those on the host with their step, where that can be: Note [Late division] in late.py."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in gradients.all():
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, group in by_device.items():
+        here = divisor.to(device)
+        if device.type != "cuda":
+            if here.item() == 1.0:  # on the host, a pass over all gradients takes long
+                continue
+            lanes = gradients.lanes
+            rest = [each for each in group if id(each) not in lanes or not lanes[id(each)].late.ask(each, here)]
+        else:
+            rest = group
+        if rest:
+            torch._foreach_div_(rest, here)
 
 
 def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -107,6 +117,7 @@ def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
         return
     if all(position in positions or not lane.valid[position] for position in range(len(lane.valid))):
         mine.append(gradient)  # all that has a gradient is asked for: the flat lane, padding is zero
+        found.lanes[id(gradient)] = lane
         norm = lane.norm_above()
         if norm is not None:
             found.norms[id(gradient)] = norm

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ourshard.config import ShardConfig
+from ourshard.config import ShardConfig, Tier
 from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.ledger import Kind
 
@@ -38,11 +38,12 @@ def divides_masters(config: ShardConfig, replicas: int) -> bool:
 def effective_stage(config: ShardConfig, shards: int, replicas: int) -> int:
     """Return the stage that `shards` ranks a copy leave of the one asked for.
 
-    A shard of one rank is the whole, unless its master is elsewhere: on the host, or on other replicas.
+    A shard of one rank is the whole, unless it rests below the device, or its master elsewhere: below, or on replicas.
     """
-    if shards > 1 or config.offload.active:
+    if shards > 1 or config.offload.params is not Tier.NONE:
         return config.stage
-    return min(config.stage, 2) if divides_masters(config, replicas) else 0
+    elsewhere = config.offload.optimizer is not Tier.NONE or divides_masters(config, replicas)
+    return min(config.stage, 2) if elsewhere else 0
 
 
 class WaitingSum:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ourshard.config import Accumulate, ShardConfig
+from ourshard.config import Accumulate, ShardConfig, Tier
 from ourshard.runtime.casting import cast
 from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer, hops_of
@@ -30,6 +30,7 @@ from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_flight import InFlight
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
+from ourshard.runtime.live import LiveEngines
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.meter import Measuring
 from ourshard.runtime.module_buffers import UpdatedBuffers
@@ -42,26 +43,7 @@ from ourshard.runtime.unit import Unit
 logger = logging.getLogger("ourshard")
 
 
-class _Engines:
-    """The live engines of this process in the order in which they were made.
-
-    A set has another order on each rank, and collectives over several engines would not pair.
-    """
-
-    def __init__(self) -> None:
-        self._by_order: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
-
-    def add(self, engine: Engine) -> None:
-        self._by_order[engine.order] = engine
-
-    def __iter__(self) -> Iterator[Engine]:
-        return iter([engine for _, engine in sorted(self._by_order.items())])
-
-    def __len__(self) -> int:
-        return len(self._by_order)
-
-
-ENGINES = _Engines()  # the global optimizer hooks ask them
+ENGINES = LiveEngines()  # the global optimizer hooks ask them
 _ORDER = itertools.count()
 
 
@@ -127,6 +109,11 @@ class Engine:
     def rooted(self) -> list[Unit]:
         """Return the root and the units that live as long as it does, the root first."""
         return [self.root, *(unit for unit in self.units[:-1] if unit.rooted)]
+
+    @property
+    def read_disk(self) -> Disk | None:
+        """Return the disk that gathers read, if they do."""
+        return self.disk if self.config.offload.params is Tier.NVME else None
 
     def lanes(self) -> list[Lane]:
         return [lane for unit in self.units for lane in unit.lanes]
@@ -232,6 +219,8 @@ class Engine:
             self._release_ahead()
             if not has_backward:
                 self._release_held(self._held_before)
+            if self.read_disk is not None and not torch.is_grad_enabled() and not self.schedule.joins:
+                self.read_disk.agree("the end of a forward without gradients")
         return cast(outputs, self.output_dtype) if self.output_dtype else None
 
     def forward_failed(self) -> None:
@@ -380,7 +369,10 @@ class Engine:
         """
         lanes = [lane for lane in self.lanes() if lane.trainable]
         flags = [unit.has_arrived() for unit in self.units] + [flag for lane in lanes for flag in lane.has_gradients()]
-        known = self.control.any_of([*flags, *self.buffers.flags()], "exchange of used parameters")
+        failed = self.read_disk is not None and self.read_disk.shards.failure is not None
+        known = self.control.any_of([*flags, *self.buffers.flags(), failed], "exchange of used parameters")
+        if known.pop() and self.read_disk is not None:
+            self.read_disk.raise_failure()
         for unit in self.units:
             if known[unit.index]:
                 self._perform(Event(Action.REDUCE, unit.index))
@@ -395,8 +387,10 @@ class Engine:
     # ---- step ----------------------------------------------------------------------------------------------
 
     def land_masters(self) -> None:
-        """Wait until no copy reads or writes masters and gradients on the host: before the CPU touches them."""
+        """Wait until no copy and no step reads or writes masters and gradients on the host: before the CPU does."""
         if self.host is not None:
+            for lane in self.lanes():
+                lane.await_step()
             self.streams.land()
 
     def masters_changed(self, sent: Collection[Lane] = ()) -> None:
@@ -413,7 +407,7 @@ class Engine:
         self._held = [unit for unit in self._held if unit.held]
         for lane in sent:
             lane.sent = True
-        if not self.replays:
+        if not self.replays and not any(lane.stepping for lane in self.lanes()):  # else the next forward does
             self._bring_in_unsharded()
 
     def _bring_in_unsharded(self) -> None:

@@ -12,6 +12,9 @@ compute dtype stays here and goes up before every gather, and so do the stored s
 With `offload.optimizer: nvme` gradients are here, and masters with the optimizer's state are in a file: they pass
 through host memory in a step, lane by lane (disk.py). The shard in compute dtype rests where `offload.params` says.
 
+What the optimizer keeps one value an element of has memory of the same kind, not pinned, as it never travels: it moves
+there after the first step of a lane (states.py).
+
 torch's own pinned memory is rounded up to a power of two; here plain memory is registered with the driver instead.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import weakref
 
@@ -29,6 +33,7 @@ from ourshard.config import OffloadConfig
 logger = logging.getLogger("ourshard")
 
 _PAGE = 4096
+_HUGE = 2 * 2**20
 
 
 class HostMemory:
@@ -53,14 +58,15 @@ class HostMemory:
         self._registered: list[torch.Tensor] = []
         weakref.finalize(self, _unregister, self._registered).atexit = False
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a zeroed buffer of `numel` elements that starts on a page."""
+    def take(self, numel: int, dtype: torch.dtype, *, travels: bool = True) -> torch.Tensor:
+        """Return a zeroed buffer of `numel` elements that starts on a page.
+
+        It is pinned, unless it never `travels` to the device or from it.
+        """
         nbytes = numel * dtype.itemsize
-        base = torch.zeros(nbytes + _PAGE, dtype=torch.uint8)
-        start = -base.data_ptr() % _PAGE
-        buffer = base[start : start + nbytes]
+        buffer = _zeros(nbytes)
         self.nbytes += nbytes
-        if self._pin and nbytes:
+        if self._pin and travels and nbytes:
             self._register(buffer)
         return buffer.view(dtype)
 
@@ -90,6 +96,22 @@ def memory_for_offload(offload: OffloadConfig, device: torch.device) -> HostMemo
     if device.type == "cuda":
         _warn_of_idle_cores()
     return HostMemory(device, offload.pin_memory)
+
+
+def _zeros(nbytes: int) -> torch.Tensor:
+    """Return bytes fresh from the system: zero, on a page, and in memory only once they are touched.
+
+    From `_HUGE` on they start on a huge page, and whole huge pages are asked for: AdamW goes through seven streams.
+    """
+    huge = nbytes >= 2 * _HUGE
+    length = nbytes + (_HUGE if huge else 0)
+    memory = mmap.mmap(-1, max(length, _PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -base.data_ptr() % _HUGE if huge else 0
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE * _HUGE)
+    return base[start : start + nbytes]
 
 
 def _warn_of_idle_cores() -> None:

@@ -194,6 +194,10 @@ class _Announcing:
     def passed(self, unit: Unit) -> None:
         """Do nothing: there is no record whose place to keep."""
 
+    def upcoming(self, count: int) -> list[Unit]:
+        """Return none, for the same reason."""
+        return []
+
     def abandon(self) -> None:
         self.phase = None
 

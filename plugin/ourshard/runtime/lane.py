@@ -17,6 +17,7 @@ from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_direct import DirectGradients, dense
+from ourshard.runtime.late import LateDivision
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.peer import Reduction
@@ -46,7 +47,8 @@ class Lane(DirectGradients):
         self.fresh = True  # `arriving` holds nothing yet of this sum
         self.is_lent = False  # `arriving` is a piece of the peers' arena
         self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
-        self._norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
+        self.late = LateDivision(self)
+        self.known_norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
         self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
@@ -189,7 +191,21 @@ class Lane(DirectGradients):
                 view = run.parameter.grad
                 if run.handed_out and view is not None and run.stop > run.start:
                     return self._around(view, run)
+        self.await_step()
+        self.divide_now()
         return self._gradient
+
+    def divide_now(self) -> None:
+        """Do what waits for the step: Note [Late division] in late.py."""
+        if self._gradient is not None:
+            self.late.apply(self._gradient)
+
+    def take_divisor(self) -> torch.Tensor | None:
+        """Return what the step is to divide `gradient` by, if anything: Note [Late division] in late.py."""
+        divisor = None if self._gradient is None else self.late.take(self._gradient)
+        if divisor is not None:
+            self.known_norm = None
+        return divisor
 
     def _around(self, view: torch.Tensor, run: Run) -> torch.Tensor:
         storage = view.untyped_storage()
@@ -357,7 +373,7 @@ class Lane(DirectGradients):
             gradient.copy_(segment, non_blocking=True)
             total = segment
         if self.offloaded:
-            self._norm = (torch._foreach_norm([total.to(gradient.dtype)])[0], gradient._version)
+            self.known_norm = (torch._foreach_norm([total.to(gradient.dtype)])[0], gradient._version)
         self.accumulated = True
         return read
 
@@ -370,12 +386,11 @@ class Lane(DirectGradients):
     def norm_above(self) -> torch.Tensor | None:
         """Return the norm of `gradient`, a scalar on the device, if it was taken as the gradient went to the host.
 
-        None where it was not, or where anyone has written to the gradient since, which its version tells.
+        None where it was not, or where anyone has written to the gradient since, which its version tells; kernels of
+        loss scaling and of fused optimizers write past it, so whoever calls them forgets `known_norm`.
         """
-        gradient = self._gradient
-        if self._norm is None or gradient is None or gradient._version != self._norm[1]:
-            return None
-        return self._norm[0]
+        norm, gradient = self.known_norm, self._gradient
+        return norm[0] if norm is not None and gradient is not None and gradient._version == norm[1] else None
 
     def settle(self, flags: list[bool]) -> None:
         """Take in which parameters have a gradient on any rank, and show gradients where the user looks for them."""
@@ -439,6 +454,7 @@ class Lane(DirectGradients):
 
     def _forget_all(self) -> None:
         self.accumulated = False
+        self.late.forget()
         self._dropped.clear()
         if not self.placement.whole:
             self._gradient = None

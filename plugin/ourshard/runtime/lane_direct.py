@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ourshard.runtime.lane_store import LaneStore
+from ourshard.runtime.lane_changes import LaneChanges
 
 
-class DirectGradients(LaneStore):
+class DirectGradients(LaneChanges):
     """What a lane does where the parameters that the user holds are the masters and the leaves at once."""
 
     arriving: torch.Tensor | None

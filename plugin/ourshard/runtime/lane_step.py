@@ -9,6 +9,8 @@ up while the CPU steps the next. This happens after all hooks that run before a 
 it; for the step that then follows, which is to find nothing to do, the gradients are hidden. Group dicts,
 hyper-parameters, states and step counters are those of the user's optimizer all the time.
 
+With `offload.overlap_step` a thread does it while the next forward begins: Note [Overlapped steps] in behind.py.
+
 A step is taken as one where the optimizer is of another class (it may keep one value for all parameters), or gets a
 closure, which makes its gradients inside of the step. Steps of whole parameters (Note [Owners] in owners.py) are cut
 the same way, for optimizers that are known to step each alone.
@@ -23,8 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from ourshard.runtime.behind import Stepping, can_overlap, divide_in_step
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.states import keep_on_host
 
 
 def can_step_by_lane(optimizer: Optimizer) -> bool:
@@ -44,6 +49,7 @@ class StepByLane:
     def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> None:
         self.sent: list[Lane] = []  # lanes whose masters went up
         self._lanes = lanes
+        self._overlaps = can_overlap(optimizer, lanes)
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         before = optimizer.register_step_pre_hook(self._step)  # torch runs it last, after all that are there
         after = optimizer.register_step_post_hook(self._show)
@@ -64,6 +70,7 @@ class StepByLane:
                     "step(closure): with offload.optimizer: nvme masters are on the disk while the closure would run; "
                     "call the closure yourself, then step() without it."
                 )
+            divide_now(self._lanes)
             return  # a closure
         step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
         runs = {id(run.parameter) for lane in self._lanes for run in lane.runs}
@@ -75,20 +82,30 @@ class StepByLane:
             self._hide(group["params"])
 
     def _step_lanes(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
+        with _scaling_on_host(optimizer):
+            if self._overlaps:
+                for lane in self._lanes:
+                    lane.stepping = Stepping(optimizer, lane)
+            else:
+                self._step_here(optimizer, step)
+
+    def _step_here(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         with closing(self._in_memory(optimizer)) as lanes:
             for lane, master in lanes:
-                with showing(optimizer, [run.parameter for run in lane.runs]):
+                with showing(optimizer, [run.parameter for run in lane.runs]), _dividing(optimizer, lane):
                     step(optimizer)
+                if not lane.on_disk:
+                    keep_on_host(optimizer, lane)
                 self._send_up(lane, master)
 
     def _in_memory(self, optimizer: Optimizer) -> Generator[tuple[Lane, torch.Tensor], None, None]:
         """Yield each lane with its master, while optimizer and master are in memory."""
         for engine in dict.fromkeys(lane.unit.engine for lane in self._lanes):
             lanes = [lane for lane in self._lanes if lane.unit.engine is engine]
-            if engine.disk is not None:
-                yield from engine.disk.bring(optimizer, lanes)
-            else:
-                yield from ((lane, lane.master) for lane in lanes)
+            yield from ((lane, lane.master) for lane in lanes if not lane.on_disk)
+            if any(lane.on_disk for lane in lanes):
+                assert engine.disk is not None
+                yield from engine.disk.bring(optimizer, [lane for lane in lanes if lane.on_disk])
 
     def _send_up(self, lane: Lane, master: torch.Tensor) -> None:
         with lane.unit.engine.streams.gather():
@@ -105,6 +122,44 @@ class StepByLane:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Say whether someone else than the runtime looks at the gradients before the step."""
+    return len(_global_optimizer_pre_hooks) > 1 or bool(optimizer._optimizer_step_pre_hooks)
+
+
+def divide_now(lanes: Iterable[Lane]) -> None:
+    """Do what waits for a step, in lanes that are to be read, or stepped in another way: Note [Late division]."""
+    for lane in lanes:
+        lane.divide_now()
+
+
+@contextmanager
+def _dividing(optimizer: Optimizer, lane: Lane) -> Iterator[None]:
+    """Let a step, whose groups show `lane` alone, divide its gradient where that waits: Note [Late division]."""
+    divisor = lane.take_divisor()
+    if divisor is None:
+        yield
+        return
+    before = {key: value for key, value in vars(optimizer).items() if key == "grad_scale"}  # a loss scaler's
+    divide_in_step(optimizer, divisor)
+    try:
+        yield
+    finally:
+        vars(optimizer).pop("grad_scale", None)
+        vars(optimizer).update(before)
+
+
+@contextmanager
+def _scaling_on_host(optimizer: Optimizer) -> Iterator[None]:
+    """Let what a loss scaler tells the optimizer be on the host; torch would copy it there without waiting."""
+    above = {key: value for key, value in vars(optimizer).items() if key in ("grad_scale", "found_inf")}
+    vars(optimizer).update({key: None if value is None else value.cpu() for key, value in above.items()})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(above)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -32,14 +32,17 @@ from ourshard.config import Tier
 from ourshard.runtime.buffer import Slot
 from ourshard.runtime.coded import codes_now, gather_coded, weight_codec
 from ourshard.runtime.coded_gradients import GradientCoder, gradient_codec
+from ourshard.runtime.disk import ShardWindows
 from ourshard.runtime.handle import become_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At, Placement
 from ourshard.runtime.secondary import SecondaryShard, keeps_secondary
+from ourshard.runtime.states import Stream
 
 if TYPE_CHECKING:
+    from ourshard.runtime.behind import Stepping
     from ourshard.runtime.lane import Lane
     from ourshard.runtime.unit import Unit
 
@@ -54,6 +57,14 @@ class LaneKey:
     trainable: bool
     tier: Tier = Tier.NONE  # where the master rests: set for whole layouts, by tiers.py
     coded: bool = False  # travels as blocks of few bits where a codec is set: coded.py, coded_gradients.py
+
+    @property
+    def has_own_shard(self) -> bool:
+        """Say whether a shard in compute dtype rests beside the master where `offload.params` is not none."""
+        if self.placement.params is At.WHOLE or not self.trainable:
+            return False
+        served = self.tier is Tier.CPU and self.compute_dtype == self.store_dtype  # the master serves
+        return self.placement.divided or (self.tier is not Tier.NONE and not served)
 
 
 class LaneStore:
@@ -80,6 +91,7 @@ class LaneStore:
         self.direct = self.placement.whole and key.store_dtype == key.compute_dtype
         self.offloaded = key.tier is not Tier.NONE
         self.on_disk = key.tier is Tier.NVME
+        self.stepping: Stepping | None = None  # a step that is under way: Note [Overlapped steps] in behind.py
         self.stale = True  # `full` does not show the masters
         self.sent = False  # though stale, what `fill` copies from shows them: `send_up` was called since
         communication = unit.engine.config.communication
@@ -97,6 +109,23 @@ class LaneStore:
         self.leaves: list[nn.Parameter] = []
         self.resting: list[nn.Parameter] = [p.tensor for p in self.parameters]
 
+    @property
+    def master(self) -> torch.Tensor:
+        """Return the master as it is after the last step."""
+        if self.stepping is not None:
+            self.await_step()
+        return self._master
+
+    @master.setter
+    def master(self, master: torch.Tensor) -> None:
+        self._master = master
+
+    def await_step(self) -> None:
+        """Return when no step of the lane is under way; raises what it raised."""
+        stepping, self.stepping = self.stepping, None
+        if stepping is not None:
+            self.sent = stepping.wait()
+
     # ---- buffers -------------------------------------------------------------------------------------------
 
     def _make_buffers(self) -> None:
@@ -106,8 +135,14 @@ class LaneStore:
         same = self.placement.params is At.WHOLE and self.store_dtype == self.compute_dtype
         self.aliased = same and not self.offloaded
         self.shard: torch.Tensor | None = None
-        if self.offloaded:
-            self.master = self._take_disk() if self.on_disk else self.take_host(own.numel())
+        self.passes_disk = False  # gathers start from what rests on a disk
+        self._state_memory: dict[Stream, torch.Tensor] = {}  # of masters on the host
+        if self.on_disk:
+            self.master = self._take_disk(self.layout.shard_numel, self.store_dtype)
+            if not self.trainable:
+                self._pass_disk(self.master)
+        elif self.offloaded:
+            self.master = self.take_host(own.numel())
         elif self.aliased:
             self.master = own
         else:
@@ -157,39 +192,64 @@ class LaneStore:
         self.hold(Kind.HOST, buffer)
         return buffer
 
-    def _take_disk(self) -> torch.Tensor:
+    def state_memory(self, stream: Stream) -> torch.Tensor:
+        """Return host memory, one value an element of the master, for a state of the optimizer; taken once."""
+        if stream not in self._state_memory:
+            host = self.unit.engine.host
+            assert host is not None
+            self._state_memory[stream] = host.take(self.layout.shard_numel, stream.dtype, travels=False)
+            self.hold(Kind.STATES, self._state_memory[stream])
+        return self._state_memory[stream]
+
+    def _take_disk(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         disk = self.unit.engine.disk
         assert disk is not None
-        return disk.take(self.layout.shard_numel, self.store_dtype)
+        return disk.take(numel, dtype)
 
     def _make_shard(self) -> None:
-        host, numel = self.unit.engine.host, self.segment.numel()
-        if not self._shard_on_host:
+        numel, tier, key = self.segment.numel(), self._shard_tier, self.layout.key
+        assert isinstance(key, LaneKey)
+        if tier is Tier.NONE:
             self.shard = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-        elif self.compute_dtype == self.store_dtype and not self.on_disk and not self.divided:
+        elif not replace(key, compute_dtype=self.compute_dtype).has_own_shard:
             self.shard = None  # the master serves
-            return
+        elif tier is Tier.NVME:
+            self.shard = self._take_disk(numel, self.compute_dtype)
+            self._pass_disk(self.shard)
         else:
-            assert host is not None
-            self.shard = host.take(numel, self.compute_dtype)
-        self.hold(self._shard_kind, self.shard)
+            assert self.unit.engine.host is not None
+            self.shard = self.unit.engine.host.take(numel, self.compute_dtype)
+        if self.shard is not None and not self.passes_disk:
+            self.hold(self._shard_kind, self.shard)
+
+    def _pass_disk(self, resting: torch.Tensor) -> None:
+        """Let gathers start from `resting` on the disk: Note [Parameters on a disk] in offload/parameters.py."""
+        assert self.unit.engine.disk is not None
+        self.unit.engine.disk.shards.add(cast("Lane", self), resting)
+        self.passes_disk = True
 
     @property
     def gathers(self) -> bool:
-        """Say whether bringing the parameters in, again and again, communicates."""
-        return self.placement.params is At.SHARD and (self.axis.size > 1 or self.divided)
+        """Say whether bringing the parameters in, again and again, takes a collective, or a copy from below."""
+        return self.placement.params is At.SHARD and (self.axis.size > 1 or self.divided or self.offloaded)
 
     @property
     def _has_shard(self) -> bool:
         return self.placement.params is At.SHARD and self.trainable and (self.offloaded or self.divided)
 
     @property
-    def _shard_on_host(self) -> bool:
-        return self.unit.engine.config.offload.params is Tier.CPU
+    def _shard_tier(self) -> Tier:
+        return self.unit.engine.config.offload.params
+
+    @property
+    def rests_below(self) -> bool:
+        """Say whether what gathers start from is kept where `offload.params` says: else a master above serves."""
+        below = self._shard_tier is not Tier.NONE
+        return below and self.placement.params is At.SHARD and (self.offloaded or self.divided)
 
     @property
     def _shard_kind(self) -> Kind:
-        return Kind.HOST if self._shard_on_host else Kind.SHARD
+        return Kind.SHARD if self._shard_tier is Tier.NONE else Kind.HOST
 
     @property
     def _full_kind(self) -> Kind:
@@ -245,7 +305,7 @@ class LaneStore:
         for position, parameter in enumerate(self.parameters):
             tensor = parameter.tensor
             if self.direct:
-                tensor = _point(tensor, self.whole_view(self.full.tensor, position))
+                tensor = point(tensor, self.whole_view(self.full.tensor, position))
                 self.leaves.append(tensor)
                 continue
             self.leaves.append(self._make_leaf(tensor, self.whole_view(self.full.tensor, position)))
@@ -294,13 +354,16 @@ class LaneStore:
         if self.placement.whole:
             self.full.tensor.copy_(self.master)
             return
+        self.await_step()
         if stale and not self.sent:
             self.check_disk()
             self.send_up()
         self.sent = False
         if stale and self.divided:
             self._join_parts()
-        if self.shard is not None:
+        if self.passes_disk:
+            self._fetch()
+        elif self.shard is not None:
             self.segment.copy_(self.shard, non_blocking=True)
         elif self.placement.params is At.SHARD:
             self.segment.copy_(self._above(self.master))
@@ -316,24 +379,64 @@ class LaneStore:
         `master`: where its values are now, while it is not in its place.
         """
         master = self.master if master is None else master
-        if self.shard is not None:
-            self.own_in(self.shard).copy_(master if self._shard_on_host else self._above(master))
+        if self.passes_disk and self.shard is not None and not self.divided:
+            self._windows.store(cast("Lane", self), master)
+        elif self.shard is not None and self._shard_tier is not Tier.NONE and self.offloaded:
+            self._forget_window()
+            self.own_in(self.shard).copy_(master)  # cast on the host
+        elif self.shard is not None and self._shard_tier is not Tier.NONE:
+            self._forget_window()
+            self.own_in(self.shard).copy_(master.to(self.compute_dtype), non_blocking=True)
+        elif self.shard is not None:
+            self.own_in(self.shard).copy_(self._above(master))
         elif self.placement.params is At.WHOLE and not self.aliased:
             self.own.copy_(self._above(master))
+
+    def cast_below(self) -> bool:
+        """Cast a master on the host, which was stepped, into a shard in host memory; say whether there is one.
+
+        For a thread; the caller's has waited until no copy reads the shard, and reads it no sooner than this is over.
+        """
+        if self.shard is None or self._shard_tier is not Tier.CPU:
+            return False
+        self.own_in(self.shard).copy_(self._master)
+        return True
 
     def _join_parts(self) -> None:
         """Fill what rests between gathers with the parts of other replicas; on the current stream."""
         replicate, label = self.unit.engine.mesh.replicate, self.unit.label
-        at_rest = self.segment if self.shard is None or self._shard_on_host else self.shard
-        if at_rest is self.segment and self.shard is not None:
+        above = self.shard is not None and self._shard_tier is Tier.NONE
+        at_rest = self.shard if above and self.shard is not None else self.segment
+        if self.passes_disk:
+            self._fetch()
+        elif self.shard is not None and not above:
             self.own.copy_(self.own_in(self.shard), non_blocking=True)
         self.unit.engine.collectives.all_gather(at_rest, self.own_in(at_rest), replicate, label)
-        if at_rest is self.segment and self.shard is not None:
+        if self.passes_disk:
+            self._windows.store(cast("Lane", self), self.segment)
+        elif self.shard is not None and not above:
             self.shard.copy_(self.segment, non_blocking=True)
+
+    @property
+    def _windows(self) -> ShardWindows:
+        assert self.unit.engine.disk is not None
+        return self.unit.engine.disk.shards
+
+    def _fetch(self) -> None:
+        """Bring what rests on the disk into the segment; on the current stream."""
+        here = self._windows.fetch(cast("Lane", self))
+        self.segment.copy_(here if here.dtype == self.compute_dtype else self._above(here), non_blocking=True)
+        self._windows.done(cast("Lane", self), self.unit.engine.streams.gather().mark(None))
+
+    def _forget_window(self) -> None:
+        if self.passes_disk:
+            self._windows.forget(cast("Lane", self))
 
     def mark_stale(self) -> None:
         """Note that the master changed."""
         self.stale, self.sent = True, False
+        if not self.trainable:
+            self._forget_window()  # else what rests there is written through windows alone
         if self.secondary is not None:
             self.secondary.forget()
 
@@ -358,79 +461,10 @@ class LaneStore:
         engine.collectives.all_gather(whole, segment, self.axis, self.unit.label)
         return whole
 
-    def recast(self, dtype: torch.dtype) -> None:
-        """Compute in another dtype from now on, as `model.to(dtype)` asks. Masters keep theirs."""
-        if dtype == self.compute_dtype:
-            return
-        if self.aliased:
-            self.master = self.master.clone()
-            self.aliased = False
-            self.hold(Kind.MASTER, self.master)
-        self.full.free()
-        self.compute_dtype = dtype
-        self._make_full()
-        for position, leaf in enumerate(self.leaves):
-            leaf.grad = None
-            leaf.data = self.whole_view(self.full.tensor, position)
-        if self.secondary is not None:
-            self.secondary.let_go()
-            self._make_secondary()
-        self.mark_stale()
-        if self._has_shard:
-            if self.shard is not None:
-                self.hold(self._shard_kind, self.shard, -1)
-            self._make_shard()
-        if self.placement.params is At.SHARD:
-            self.full.free()
-
-    def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
-        """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""
-        for resting, leaf in zip(self.resting, self.leaves, strict=True):
-            if leaf.requires_grad != resting.requires_grad:
-                leaf.requires_grad_(resting.requires_grad)
-        if self.trainable or not any(leaf.requires_grad for leaf in self.leaves):
-            return False
-        self.trainable = True
-        wanted = master_dtype_of(self.store_dtype, master_dtype)
-        if wanted != self.store_dtype:
-            self._widen(wanted)
-        return True
-
-    def _widen(self, dtype: torch.dtype) -> None:
-        """Keep masters in another dtype from now on; a direct lane becomes one with masters beside the leaves."""
-        kind = Kind.HOST if self.offloaded else Kind.MASTER
-        if not self.aliased:
-            self.hold(kind, self.master, -1)
-        self.store_dtype = dtype
-        self.master = self.master.to(dtype)
-        self.hold(kind, self.master)
-        self.aliased = False
-        if self.direct:
-            self.direct = False
-            self.full.relabel(Kind.FULL)
-            views = [self.whole_view(self.full.tensor, position) for position in range(len(self.parameters))]
-            self.leaves = [self._make_leaf(tensor, view) for tensor, view in zip(self.resting, views, strict=True)]
-            self.unit.add_sites(cast("Lane", self))
-        if self.placement.whole:
-            self._point_to_masters()
-
     def _point_to_masters(self) -> None:
         """Let the whole parameters that the user holds be views of the masters."""
         for position, tensor in enumerate(self.resting):
-            _point(tensor, self.whole_view(self.master, position))
-
-    def follow_moved(self) -> None:
-        """Take over whole parameters that the user moved to another dtype or memory, as `model.to(dtype)` does."""
-        views = [self.whole_view(self.master, position) for position in range(len(self.parameters))]
-        moved = [p for p, view in zip(self.resting, views, strict=True) if p.data_ptr() != view.data_ptr()]
-        if not moved:
-            return
-        for parameter, view in zip(self.resting, views, strict=True):
-            changed = parameter.data != view.to(parameter.dtype)  # else the master has more precision
-            view.copy_(torch.where(changed, parameter.data.to(view.dtype), view))
-        self._point_to_masters()
-        if moved[0].dtype != self.store_dtype:
-            self.recast(moved[0].dtype)
+            point(tensor, self.whole_view(self.master, position))
 
     def hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
         if self.unit.engine.ledger is not None:
@@ -453,7 +487,7 @@ def row_shape(shape: Iterable[int], rows: int) -> tuple[int, ...]:
     return (rows, *rest[1:])
 
 
-def _point(tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+def point(tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
     """Make `tensor` show `view`, keeping its identity; also where it was on another device or on meta."""
     if tensor.device != view.device:
         twin = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)

@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a buffer is for; all but `HOST` and `DISK` are on the device."""
+    """What a buffer is for; all but `HOST`, `STATES` and `DISK` are on the device."""
 
     SLOT = "slot"  # whole parameters of a unit, for as long as it computes
     FULL = "full"  # whole parameters that stay
@@ -19,13 +19,14 @@ class Kind(Enum):
     SHARD = "shard"  # shards in compute dtype of lanes whose masters are on the host
     SECONDARY = "secondary"  # shards in compute dtype within a node: Note [Secondary shard]
     RESIDUAL = "residual"  # what codecs lost of gradients, for the next reduction: Note [Error feedback]
-    HOST = "host"  # masters and gradients on the host; not in the totals
+    HOST = "host"  # masters, gradients and shards on the host, and windows to a disk; not in the totals
+    STATES = "states"  # what optimizers keep one value an element of, on the host; not in the totals
     DISK = "disk"  # masters and optimizer state on a disk; not in the totals
 
 
 def on_device(held: Mapping[Kind, int]) -> int:
     """Return the bytes of all kinds that are on the device."""
-    return sum(nbytes for kind, nbytes in held.items() if kind not in (Kind.HOST, Kind.DISK))
+    return sum(nbytes for kind, nbytes in held.items() if kind not in (Kind.HOST, Kind.STATES, Kind.DISK))
 
 
 @dataclass(slots=True)

@@ -34,7 +34,7 @@ from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import USE_OUR_SCALER, ShardParameter
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane
+from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane, divide_now, has_hooks
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
 from ourshard.runtime.probe import TRIALS, needs_whole, steps_each_alone
 
@@ -107,6 +107,7 @@ class Run:
         """Replace this run by one run a parameter, in the optimizer and in the lane, with the state cut likewise."""
         optimizer = self.optimizer()
         assert optimizer is not None
+        self.lane.await_step()
         parts = [Run(self.lane, [position], optimizer, self.group) for position in self.positions]
         place = _index_of(self.group["params"], self.parameter)
         self.group["params"][place : place + 1] = [part.parameter for part in parts]
@@ -306,6 +307,8 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
         found = reference()
         assert found is not None
         _end_failed_step(found)
+        if not set_to_none:
+            _await_steps(found)
         type(found).zero_grad(found, set_to_none)
         for run in _runs_of(found):
             if set_to_none:
@@ -315,6 +318,13 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
                 run.lane.zero_gradient(position)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.register_state_dict_pre_hook(_await_steps)
+    optimizer.register_load_state_dict_pre_hook(_await_steps)
+
+
+def _await_steps(optimizer: Optimizer, *_: Any) -> None:
+    for lane in {run.lane for run in _runs_of(optimizer)}:
+        lane.await_step()
 
 
 def _runs_of(optimizer: Optimizer) -> list[Run]:
@@ -345,16 +355,20 @@ def _prefer_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not ENGINES or optimizer in TRIALS:
         return
-    bring_up_to_date(optimizer)
     for engine in ENGINES:
         engine.land_masters()
+    bring_up_to_date(optimizer)
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
         _refuse_scaler_of_torch(optimizer)
         known.stepped = True
         for device in {engine.mesh.device for engine in engines_of(optimizer)}:
             give_back_unused(device)
-    owned = [run for run in _runs_of(optimizer) if run.owner is not None]
+    runs = _runs_of(optimizer)
+    owned = [run for run in runs if run.owner is not None]
+    lanes = _lanes_on_host(optimizer)
+    if owned or not lanes or has_hooks(optimizer):
+        divide_now({run.lane for run in runs})
     if owned:
         _refuse_closure(optimizer, args, kwargs)
         if steps_each_alone(type(optimizer)) and can_be_cut(optimizer):
@@ -364,7 +378,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 known.loans = list(lend_whole(owned))
                 for loan in known.loans:
                     loan.open()
-    elif lanes := _lanes_on_host(optimizer):
+    elif lanes:
         known.by_lane = StepByLane(optimizer, lanes)
 
 
@@ -447,6 +461,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             sent, known.by_lane = known.by_lane.sent, None
     for engine in engines_of(optimizer):
         engine.masters_changed([lane for lane in sent if lane.unit.engine is engine])
+
+
+def show_gradients(optimizer: Optimizer) -> None:
+    """Let the optimizer's own tensors have the gradients as they are, clipped: before a kernel changes them there."""
+    lanes = {run.lane for run in _runs_of(optimizer)}
+    divide_now(lanes)
+    for lane in lanes:
+        lane.known_norm = None
 
 
 def has_owners(optimizer: Optimizer) -> bool:

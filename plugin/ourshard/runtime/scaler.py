@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ourshard.runtime.engine import ENGINES
-from ourshard.runtime.optim import bring_up_to_date
+from ourshard.runtime.optim import bring_up_to_date, show_gradients
 
 
 class ShardGradScaler(GradScaler):
@@ -22,9 +22,32 @@ class ShardGradScaler(GradScaler):
 
     agrees = True  # optimizers of sharded parameters refuse one that does not
 
+    def _unscale_all(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *args: Any
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale gradients on the host by themselves: torch would copy the scale there without waiting for it."""
+        if inv_scale.device.type == "cpu":
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, *args)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        below = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.device.type == "cpu"]
+        for parameter, _ in below:
+            parameter.grad = None
+        try:
+            found = dict(super()._unscale_grads_(optimizer, inv_scale, found_inf, *args))
+        finally:
+            for parameter, gradient in below:
+                parameter.grad = gradient
+        if below:
+            flag = found[torch.device("cpu")] = found_inf.cpu()
+            factor = inv_scale.cpu()
+            for _, gradient in below:
+                torch._amp_foreach_non_finite_check_and_unscale_([gradient], flag, factor)
+        return found
+
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         bring_up_to_date(optimizer)
-        found = super()._unscale_grads_(optimizer, *args, **kwargs)
+        show_gradients(optimizer)
+        found = self._unscale_all(optimizer, *args, **kwargs)
         engines = [engine for engine in ENGINES if engine.mesh.world.size > 1]
         if not engines:
             return found

@@ -23,6 +23,7 @@ So all ranks issue the same sequence, always, and no rank waits for a collective
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Hashable
 from enum import Enum
@@ -64,6 +65,7 @@ class Schedule:
         self._issued = 0  # events of the plan that were issued
         self._reached = 0  # events of the plan up to the last gather that this rank asked for
         self._recording = False
+        self._keeps = True  # a record: not a rank that is alone and has all parameters on its device
         self._ready: set[int] = set()  # units whose gradients wait for their turn to be reduced
         self._skipped: deque[Unit] = deque()  # gathered in passing, and not asked for
 
@@ -76,14 +78,14 @@ class Schedule:
         self._issued = self._reached = 0
         self._ready.clear()
         self._skipped.clear()
-        if self._control.world > 1:
-            self._control.declare(f"{self._title} begins ({phase[1]})")
+        self._keeps = self._control.world > 1 or any(unit.sharded for unit in self._units)
+        self._control.declare(f"{self._title} begins ({phase[1]})")
         if not self._recording:
             self._advance()
 
     def end(self) -> None:
         """Take part in what is left of the record, and keep the record if it is new."""
-        if self.phase is None or self._control.world == 1:
+        if self.phase is None or not self._keeps:
             self.phase = None
             return
         if self._recording:
@@ -106,10 +108,10 @@ class Schedule:
     def need(self, action: Action, unit: Unit) -> None:
         """Gather a unit now, in its place in the order; or reduce one, in its turn."""
         event = Event(action, unit.index)
-        if self._control.world == 1:
-            self._perform(event)
-        elif self.phase is None:
+        if self.phase is None:
             self._control.agree(self._label(event))
+            self._perform(event)
+        elif not self._keeps:
             self._perform(event)
         elif self._recording:
             self._record(event)
@@ -129,6 +131,11 @@ class Schedule:
                 self._reached = place + 1
                 self._advance()
                 return
+
+    def upcoming(self, count: int) -> list[Unit]:
+        """Return the units that are gathered next after what was issued, where the record has them."""
+        gathers = (event for event in self._plan[self._issued :] if event.action is Action.GATHER)
+        return [] if self._recording else [self._units[event.unit] for event in itertools.islice(gathers, count)]
 
     # ---- following -----------------------------------------------------------------------------------------
 

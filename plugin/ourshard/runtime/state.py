@@ -30,6 +30,8 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
     everything = len(units) == len(engine.units)
     engine.gathered_depth += everything
     try:
+        if engine.read_disk is not None:
+            engine.read_disk.agree("gathered")
         yield
         if writeback:
             _refuse_coded(units)

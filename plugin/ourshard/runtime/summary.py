@@ -138,16 +138,22 @@ def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
 def _of_host(engine: Engine) -> Iterator[tuple[str, str]]:
     if Tier.NVME not in (engine.config.offload.optimizer, engine.config.offload.params):
         yield "offload.nvme_path", "nothing is on a disk"
+        yield "offload.windows", "nothing is on a disk"
     if not engine.config.offload.active:
         yield "offload.pin_memory", "nothing is on the host"
         yield "offload.optimizer_ratio", "nothing is on the host"
         return
     if engine.mesh.device.type != "cuda":
         yield "offload.pin_memory", "without a GPU nothing is pinned"
-    if not any(lane.offloaded for lane in engine.lanes()) and engine.config.offload.optimizer_ratio < 1.0:
+    left = any(lane.offloaded and lane.trainable for lane in engine.lanes())
+    if engine.config.offload.optimizer is Tier.NONE:
+        yield "offload.optimizer_ratio", "no master leaves the device"
+    elif not left and engine.config.offload.optimizer_ratio < 1.0:
         yield "offload.optimizer", "no lane is as short as the optimizer_ratio of all elements"
-    elif not any(lane.offloaded for lane in engine.lanes()):
+    elif not left:
         yield "offload.optimizer", "no trainable parameter is as large as persist_below, and small ones stay"
+    if not any(lane.rests_below for lane in engine.lanes()):
+        yield "offload.params", "parameters are gathered from masters on the device, and no other shard rests there"
 
 
 def _of_codecs(engine: Engine) -> Iterator[tuple[str, str]]:

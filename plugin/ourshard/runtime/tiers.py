@@ -13,14 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ourshard.config import OffloadConfig, Tier
+from ourshard.runtime.disk import DiskNeed
 from ourshard.runtime.lane_store import LaneKey
 from ourshard.runtime.layout import LaneLayout, UnitLayout
-
-
-def refuse_nvme(offload: OffloadConfig) -> None:
-    """Raise ValueError for the tier that this version does not have."""
-    if offload.params is Tier.NVME:
-        raise ValueError("offload.params: nvme is not available in this version; use cpu.")
 
 
 def with_tiers(layouts: Sequence[UnitLayout], offload: OffloadConfig) -> list[UnitLayout]:
@@ -50,6 +45,23 @@ def _part(lanes: Sequence[LaneLayout], ratio: float) -> set[int]:
             left -= lane.numel
             leaving.add(id(lane))
     return leaving
+
+
+def disk_need(layouts: Sequence[UnitLayout], offload: OffloadConfig, shards: int) -> DiskNeed:
+    """Return what one of `shards` ranks of the shard axis keeps on a disk."""
+    masters = parameters = tensors = 0
+    for lane in (lane for unit in layouts for lane in unit.lanes if _is_shard(lane)):
+        key = lane_key(lane)
+        if key.trainable and key.tier is Tier.NVME:
+            masters += lane.shard_numel * key.store_dtype.itemsize
+            tensors += 1
+        if not key.trainable and key.tier is Tier.NVME:
+            parameters += lane.shard_numel * key.store_dtype.itemsize
+            tensors += 1
+        if key.trainable and offload.params is Tier.NVME and key.has_own_shard:
+            parameters += lane.numel // shards * key.compute_dtype.itemsize
+            tensors += 1
+    return DiskNeed(masters, parameters, tensors)
 
 
 def _is_shard(lane: LaneLayout) -> bool:

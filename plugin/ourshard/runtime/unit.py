@@ -116,6 +116,9 @@ class Unit:
             for lane in self.lanes:
                 lane.fill()
             self._gathered = self._gather_mark = stream.mark(self._gather_mark)
+        if engine.disk is not None:
+            ahead = engine.schedule.upcoming(engine.config.offload.windows)
+            engine.disk.shards.read_ahead([lane for unit in ahead for lane in unit.lanes if lane.passes_disk])
 
     def require(self) -> None:
         """Make the parameters whole and ready for the current stream, through the recorded order."""

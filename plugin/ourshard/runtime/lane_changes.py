@@ -1,0 +1,96 @@
+"""What users do to a model that is sharded: another dtype, other parameters that train, whole parameters that move."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from ourshard.runtime.lane_store import LaneStore, master_dtype_of
+from ourshard.runtime.ledger import Kind
+from ourshard.runtime.placement import At
+
+if TYPE_CHECKING:
+    from ourshard.runtime.lane import Lane
+
+
+class LaneChanges(LaneStore):
+    """The buffers of a lane, as they follow the user."""
+
+    def recast(self, dtype: torch.dtype) -> None:
+        """Compute in another dtype from now on, as `model.to(dtype)` asks. Masters keep theirs."""
+        if dtype == self.compute_dtype:
+            return
+        if self.aliased:
+            self.master = self.master.clone()
+            self.aliased = False
+            self.hold(Kind.MASTER, self.master)
+        self.full.free()
+        self.compute_dtype = dtype
+        self._make_full()
+        for position, leaf in enumerate(self.leaves):
+            leaf.grad = None
+            leaf.data = self.whole_view(self.full.tensor, position)
+        if self.secondary is not None:
+            self.secondary.let_go()
+            self._make_secondary()
+        self.mark_stale()
+        if self._has_shard:
+            if self.shard is not None and not self.passes_disk:  # the file keeps what was taken of it
+                self.hold(self._shard_kind, self.shard, -1)
+            self._make_shard()
+        if self.placement.params is At.SHARD:
+            self.full.free()
+
+    def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
+        """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""
+        for resting, leaf in zip(self.resting, self.leaves, strict=True):
+            if leaf.requires_grad != resting.requires_grad:
+                leaf.requires_grad_(resting.requires_grad)
+        if self.trainable or not any(leaf.requires_grad for leaf in self.leaves):
+            return False
+        self.trainable = True
+        if self.on_disk:
+            self._leave_disk()
+        wanted = master_dtype_of(self.store_dtype, master_dtype)
+        if wanted != self.store_dtype:
+            self._widen(wanted)
+        return True
+
+    def _leave_disk(self) -> None:
+        """Bring the stored shard of a lane that is trained from now on into host memory."""
+        self.check_disk()
+        self._forget_window()
+        self.master = self.take_host(self.layout.shard_numel).copy_(self.master)
+        self.on_disk = self.passes_disk = False
+
+    def _widen(self, dtype: torch.dtype) -> None:
+        """Keep masters in another dtype from now on; a direct lane becomes one with masters beside the leaves."""
+        kind = Kind.HOST if self.offloaded else Kind.MASTER
+        if not self.aliased:
+            self.hold(kind, self.master, -1)
+        self.store_dtype = dtype
+        self.master = self.master.to(dtype)
+        self.hold(kind, self.master)
+        self.aliased = False
+        if self.direct:
+            self.direct = False
+            self.full.relabel(Kind.FULL)
+            views = [self.whole_view(self.full.tensor, position) for position in range(len(self.parameters))]
+            self.leaves = [self._make_leaf(tensor, view) for tensor, view in zip(self.resting, views, strict=True)]
+            self.unit.add_sites(cast("Lane", self))
+        if self.placement.whole:
+            self._point_to_masters()
+
+    def follow_moved(self) -> None:
+        """Take over whole parameters that the user moved to another dtype or memory, as `model.to(dtype)` does."""
+        views = [self.whole_view(self.master, position) for position in range(len(self.parameters))]
+        moved = [p for p, view in zip(self.resting, views, strict=True) if p.data_ptr() != view.data_ptr()]
+        if not moved:
+            return
+        for parameter, view in zip(self.resting, views, strict=True):
+            changed = parameter.data != view.to(parameter.dtype)  # else the master has more precision
+            view.copy_(torch.where(changed, parameter.data.to(view.dtype), view))
+        self._point_to_masters()
+        if moved[0].dtype != self.store_dtype:
+            self.recast(moved[0].dtype)
