@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integrations.trainer_runs import EVAL_ROWS, Case, Run, on_rank, run
+from tests.integrations.trainer_runs import EVAL_ROWS, Case, Run, Tokens, llama, on_rank, run
 
 pytestmark = pytest.mark.ranks
 
@@ -207,6 +207,36 @@ def test_a_save_on_one_rank_alone_is_an_error_that_names_both_sides(ranks, folde
     assert "rank 0: save_pretrained" in ended.values[0]
     assert "rank 1: " in ended.values[0]
     assert ended.seconds < 50
+
+
+class Flagged(torch.nn.Module):
+    """Takes a flag beside its rows, as CLIP takes `return_loss`, and no count of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = llama()
+
+    def forward(self, flag: bool, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert flag
+        out = self.llama(input_ids=input_ids, labels=input_ids)
+        return {"loss": out.loss, "logits": out.logits}
+
+
+def evaluates_with_a_flag(folder: str, shard: dict[str, Any] | None) -> list[float]:
+    """Return losses of sets of 11, 9 and 3 rows: a rank has one row of its own in the last batch, or none."""
+    from transformers import default_data_collator
+
+    from tests.integrations.client_runs import trainer_of
+
+    collate = {"data_collator": lambda rows: {"flag": True, **default_data_collator(rows)}}
+    trainer = trainer_of(Case(), folder, shard, Flagged(), **collate)
+    return [trainer.evaluate(Tokens(rows, seed=rows))["eval_loss"] for rows in (11, 9, 3)]
+
+
+def test_the_loss_of_an_uneven_last_batch_is_over_its_own_rows(ranks, tmp_path):
+    wanted = evaluates_with_a_flag(str(tmp_path / "one"), None)
+    for found in ranks(2)(evaluates_with_a_flag, str(tmp_path / "two"), {**SHARD, "stage": 3}, timeout=40):
+        assert np.abs(np.subtract(found, wanted)).max() < 1e-5
 
 
 def saves_as_before(folder: str, peft: str | None) -> bool:

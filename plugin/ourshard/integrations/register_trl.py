@@ -36,7 +36,7 @@ def vllm_generation(module: ModuleType) -> None:
 def _whole(method: Callable[[Any], Named], generation: Any) -> Named:
     """Yield (name, whole weight). Collective: every rank goes through all of them.
 
-    Adapters are merged while all weights are whole, as under DeepSpeed; without adapters one lane is at a time.
+    Adapters are merged while all weights are whole, as under DeepSpeed; without adapters one lane is whole at a time.
     """
     from ourshard.runtime import api
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
 
 Method = Callable[..., Any]
 Loss = Callable[[dict[str, Any], Any], torch.Tensor]  # of inputs and a number of items
@@ -36,11 +35,12 @@ def own_rows(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any]) -> in
     state = trainer.accelerator.gradient_state
     if model.training or trainer.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
         return None
-    rows = find_batch_size(inputs)
-    by_rows = all(len(value) == rows for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
-    plain = by_rows and not any(isinstance(value, (dict, list, tuple)) for value in inputs.values())
-    sizes = torch.tensor([rows if plain else -1], device=trainer.args.device)
-    if trainer.accelerator.gather(sizes).unique().tolist() != [rows]:
+    lengths = {len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()}
+    nested = any(isinstance(value, (dict, list, tuple)) for value in inputs.values())
+    rows = -1 if nested or len(lengths) != 1 else lengths.pop()
+    sizes = torch.tensor([rows], device=trainer.args.device)
+    told = trainer.accelerator.gather(sizes).unique().tolist()  # on all ranks, also where this one has no such rows
+    if rows < 0 or told != [rows]:
         return None
     before = trainer.accelerator.process_index * rows
     return max(0, min(rows, state.remainder - before))
