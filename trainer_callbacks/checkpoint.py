@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from ourshard.checkpoint import commit, running
+from ourshard.checkpoint.agreeing import together
 from ourshard.checkpoint.background import BACKGROUND
 from ourshard.checkpoint.source import CheckpointError, DiskError
 from ourshard.integrations import models
@@ -155,8 +156,9 @@ class ShardCheckpointCallback(ShardTrainerCallback):
                 sharded_folder(folder, 0),
                 client_state={FILES: hashes},
                 replace=True,
-                then=functools.partial(self._retain, folder.parent),
+                then=functools.partial(self._retain, folder.parent.absolute()),
                 background=background,
+                several_disks=False,
             )
         except (OSError, DiskError) as error:
             self._lose(f"{folder}: {error}", state.is_world_process_zero)
@@ -182,11 +184,11 @@ class ShardCheckpointCallback(ShardTrainerCallback):
 def _write_files(engine: Engine, folder: Path, args: Any, files: Callable[[], None]) -> dict[str, str]:
     """Write what lies beside the rows, by `files` on rank 0; return the hashes of what a resume reads, on rank 0."""
     lead = engine.mesh.world.rank == 0
-    with running.together(engine, f"{folder.name}: files of the Trainer"):
+    with together(engine, f"{folder.name}: files of the Trainer"):
         Trainer._save_rng_state(SimpleNamespace(args=args), str(folder))  # type: ignore[arg-type]
         if lead:
             files()
-    with running.together(engine, f"{folder.name}: hashes of these files"):
+    with together(engine, f"{folder.name}: hashes of these files"):
         return hashes_of(folder) if lead else {}
 
 

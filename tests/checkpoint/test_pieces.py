@@ -99,3 +99,22 @@ def test_a_file_that_is_too_short_is_named_with_the_rows(tmp_path: Path) -> None
     pool = FilePool(tmp_path, {"a": 64})
     with pytest.raises(CheckpointError, match="it has 60 bytes, written were 64"):
         read_run(pool, info, [Piece("a", 0, 16, 0, 64)], 0, 2)
+
+
+def test_rows_beyond_four_gib_are_written_and_read_in_their_place(tmp_path: Path) -> None:
+    """The file has a hole: nothing but its ends is on the disk."""
+    from ourshard.checkpoint.io import DISK
+    from ourshard.checkpoint.safetensors_file import lay_out
+    from ourshard.checkpoint.source import detect
+
+    rows = (5 << 30) // 8
+    layout = lay_out([("w", torch.int64, (rows, 1))], {"format": "pt"})
+    with DISK.create(tmp_path / "model.safetensors") as file:
+        DISK.write(file, [layout.head])
+    last = torch.arange(3) + 7
+    with DISK.open(tmp_path / "model.safetensors") as file:
+        DISK.write_at(file, layout.nbytes - 24, [last.numpy().tobytes()])
+    with detect(tmp_path) as source:
+        (key,) = source.tensors
+        assert source.read_run(key, rows - 4, rows).tolist() == [0, 7, 8, 9]
+        assert source.read(key, rows - 2).reshape(-1).tolist() == [8, 9]

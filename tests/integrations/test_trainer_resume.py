@@ -113,7 +113,6 @@ def made_with(folder: str, checkpoint: dict[str, Any], peft: str | None = None, 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("checkpoint.asynchronous: a Trainer writes an adapter whole", {"asynchronous": True}, {"peft": "lora"}),
-    ("save_on_each_node", {"format": "sharded"}, {"save_on_each_node": True}),
     ("hub_strategy", {"asynchronous": True}, {"push_to_hub": True, "hub_strategy": "checkpoint"}),
     (
         "checkpoint.when_busy: skip may leave out the best",

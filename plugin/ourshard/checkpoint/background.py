@@ -17,7 +17,6 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from ourshard.runtime.control import PATIENCE
-from ourshard.runtime.engine import Engine
 from ourshard.runtime.mesh import host_group
 
 from .source import CheckpointError
@@ -50,29 +49,27 @@ class Background:
 
     def start(
         self,
-        engine: Engine,
         name: str,
         *,
         write: Callable[[], None],
-        publish: Callable[[], None],
-        abandon: Callable[[], None],
+        publish: Callable[[], None] | None,
+        abandon: Callable[[], None] | None,
     ) -> None:
-        """Call `write` on all ranks, then `publish` on rank 0, or `abandon` there if a rank failed. Collective.
+        """Call `write` on all ranks, then `publish` on those that have it, or `abandon` if a rank failed. Collective.
 
         All are called in the thread, and use no collectives.
         """
         assert self._thread is None, "the save before was not waited for"
-        lead = engine.mesh.world.rank == 0
         group = host_group("background saves", PATIENCE)
 
         def run() -> None:
             error = _agree(group, _attempt(write), f"writing {name}")
             if error is None:
-                error = _agree(group, _attempt(publish) if lead else None, f"committing {name}")
+                error = _agree(group, _attempt(publish) if publish else None, f"committing {name}")
             if error is not None:
                 self._error = f"background save: {error}"
                 logger.error("%s; training goes on, and the checkpoint before is intact.", self._error)
-                if lead:
+                if abandon:
                     _attempt(abandon)
 
         self._thread = threading.Thread(target=run, name="ourshard-save")

@@ -27,13 +27,13 @@ RESIDUAL = f"{EXTRA_PREFIX}residual"
 REDUCTIONS = TensorKey(f"{EXTRA_PREFIX}reductions", "lanes")
 
 
-def take_coding(engine: Engine, boxes: MutableMapping[TensorKey, list[LocalBox]], to_host: ToHost) -> None:
-    """Add this rank's residuals to `boxes`; on rank 0 the numbers of reductions too, which all ranks have alike."""
+def take_coding(engine: Engine, boxes: MutableMapping[TensorKey, list[LocalBox]], to_host: ToHost, lead: bool) -> None:
+    """Add this rank's residuals to `boxes`; where it leads the numbers of reductions too, which all have alike."""
     world = engine.mesh.world
     for key, residual in _residuals(engine):
         boxes[key] = [LocalBox((world.size, residual.numel()), to_host(residual.view(1, -1)), (world.rank, 0))]
     counts = torch.tensor([coder.reductions for coder in _coders(engine)])
-    if world.rank == 0 and any(coder.codec.stochastic for coder in _coders(engine)):
+    if lead and any(coder.codec.stochastic for coder in _coders(engine)):
         boxes[REDUCTIONS] = [LocalBox(tuple(counts.shape), counts)]
 
 

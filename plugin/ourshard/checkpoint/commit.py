@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,7 +31,7 @@ _HIDDEN = re.compile(r"\.(.+)\.(writing|replaced|removing)")
 
 def begin(final: Path, *, replace: bool = False, io: DiskIO = DISK) -> Path:
     """Make the empty temporary folder of a save that is to become `final`; FileExistsError if that name is taken."""
-    if final.exists() and not replace:
+    if os.path.lexists(final) and not replace:
         raise FileExistsError(f"{final} exists; a checkpoint is not written over another unless that is asked for")
     temporary = temporary_of(final)
     io.remove_tree(temporary)
@@ -60,8 +60,11 @@ def assemble(
     ranks: Sequence[int] | None = None,
     mesh: Mapping[str, int] | None = None,
     config: Mapping[str, Any] | None = None,
+    token: str = "",
 ) -> Manifest:
     """Join the part files of all ranks (`ranks`: those that share this disk) into the manifest.
+
+    `token`: the same on all disks of a save.
 
     Raises RuntimeError if a rank has no part, or the parts disagree, or leave elements out or give them twice, and
     FileNotFoundError if a file is gone.
@@ -92,6 +95,7 @@ def assemble(
         ranks=tuple(ranks),
         mesh=mesh or {},
         config=config or {},
+        token=token,
         saved_at=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
     )
     _check_coverage(manifest, whole=len(ranks) == world_size)
@@ -111,7 +115,7 @@ def publish(temporary: Path, final: Path, manifest: Manifest, *, replace: bool =
 def put_in_place(temporary: Path, final: Path, *, replace: bool = False, io: DiskIO = DISK) -> None:
     """Rename a finished folder to its name; an existing one stays complete under another until that is done."""
     replaced = _beside(final, "replaced")
-    if final.exists():
+    if os.path.lexists(final):
         if not replace:
             raise FileExistsError(f"{final} exists; a checkpoint is not written over another unless that is asked for")
         io.remove_tree(replaced)
@@ -145,32 +149,43 @@ class Newest:
     skipped: tuple[str, ...]
 
 
-def newest_complete(root: Path, *, inner: str = "", verify: bool = False) -> Newest:
+OfOthers = Callable[[Path], "str | None"]  # why a folder without a manifest of ours is not complete; None: it is
+
+
+def newest_complete(root: Path, *, inner: str = "", verify: bool = False, of_others: OfOthers | None = None) -> Newest:
     """Find the newest checkpoint in `root` that is complete: all files there, of their length; `verify`: hashes too.
 
     `inner`: where our folder lies within each ("" if it is the checkpoint itself). Ordered by the number at the end of
-    the name, then by the time of the save.
+    the name, then by the time of the save. `of_others` is asked about numbered folders without a manifest of ours.
     """
     skipped: list[str] = []
-    for folder, problem in _newest_first(root, inner):
-        reason = problem or problem_of(folder / inner, verify)
+    for folder, problem in _newest_first(root, inner, of_others):
+        reason = problem or _problem_of_own(folder, inner, verify)
         if reason is None:
             return Newest(folder, tuple(skipped))
         skipped.append(f"{folder}: {reason}")
     return Newest(None, tuple(skipped))
 
 
-def retain(root: Path, keep: int, *, inner: str = "", besides: Collection[Path] = (), io: DiskIO = DISK) -> list[Path]:
+def retain(
+    root: Path,
+    keep: int,
+    *,
+    inner: str = "",
+    besides: Collection[Path] = (),
+    of_others: OfOthers | None = None,
+    io: DiskIO = DISK,
+) -> list[Path]:
     """Remove all complete checkpoints but the newest `keep`; return them. Those that are not complete do not count.
 
     They are renamed first, so that one that is removed by half is never taken for a checkpoint. Folders without a
     number at the end of their name ("best") are of no series, and stay. `besides` are kept, too, and count: the oldest
-    of the others goes first, and the newest never.
+    of the others goes first, and the newest never. `of_others` as in `newest_complete`.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: the last good checkpoint is never removed, so it has to be 1 or more")
-    numbered = [(path, problem) for path, problem in _newest_first(root, inner) if _NUMBER.search(path.name)]
-    complete = [path for path, problem in numbered if (problem or problem_of(path / inner)) is None]
+    numbered = [each for each in _newest_first(root, inner, of_others) if _NUMBER.search(each[0].name)]
+    complete = [path for path, problem in numbered if (problem or _problem_of_own(path, inner)) is None]
     held = {path.absolute() for path in besides}
     removable = [path for path in complete[1:] if path.absolute() not in held]
     removed = removable[max(0, len(removable) - max(0, len(complete) - keep)) :]
@@ -230,24 +245,37 @@ def _check_files(temporary: Path, manifest: Manifest) -> None:
             raise FileNotFoundError(f"{path}, or a folder above it, was removed while the checkpoint was written")
 
 
-def _newest_first(root: Path, inner: str) -> Iterator[tuple[Path, str | None]]:
+def _newest_first(root: Path, inner: str, of_others: OfOthers | None) -> Iterator[tuple[Path, str | None]]:
     """Yield (folder, None) for each that may be a checkpoint, (folder, problem) for each that is none any more."""
     found = []
     for folder in root.iterdir() if root.is_dir() else ():
         hidden = _HIDDEN.fullmatch(folder.name)
         name, state = (hidden[1], hidden[2]) if hidden else (folder.name, "")
         number = _NUMBER.search(name)
-        has_manifest = is_ours(folder / inner)
+        own = _own(folder, inner)
+        has_manifest = is_ours(own)
         gone = state == "removing" or (state == "replaced" and (root / name).exists())
         if gone or not folder.is_dir() or not (hidden or number or has_manifest):
             continue
         problem = None if has_manifest else "it has no manifest: not ours, or not finished"
+        if not has_manifest and of_others is not None and not hidden:
+            problem = of_others(folder)
         if state == "writing":
             problem = "the save was not finished"
-        order = (int(number[1]) if number else -1, (folder / inner).stat().st_mtime_ns if has_manifest else 0)
+        order = (int(number[1]) if number else -1, own.stat().st_mtime_ns if has_manifest else 0)
         found.append((order, folder, problem))
     for _, folder, problem in sorted(found, key=lambda item: item[0], reverse=True):
         yield folder, problem
+
+
+def _own(folder: Path, inner: str) -> Path:
+    """Return our folder in a checkpoint; an inner one may stand under another name: Note [Commit]."""
+    return standing(folder / inner) if inner else folder
+
+
+def _problem_of_own(folder: Path, inner: str, verify: bool = False) -> str | None:
+    own = _own(folder, inner)
+    return problem_of(own, verify) if is_ours(own) else None
 
 
 def problem_of(folder: Path, verify: bool = False) -> str | None:

@@ -31,6 +31,10 @@ class DiskIO:
         """Open a new file for writing, unbuffered; an existing one is an error."""
         return open(path, "xb", buffering=0)
 
+    def open(self, path: Path) -> BinaryIO:
+        """Open an existing file for writing at any position, unbuffered."""
+        return open(path, "r+b", buffering=0)
+
     def write(self, file: BinaryIO, buffers: Sequence[Buffer]) -> None:
         """Write all of these bytes at the end."""
         _drain(buffers, lambda views, done: os.writev(file.fileno(), views))
@@ -71,8 +75,11 @@ class DiskIO:
         path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all in it; a missing one is fine."""
-        shutil.rmtree(path, ignore_errors=not path.exists())
+        """Remove a folder and all in it, a link to one, or a file; a missing one is fine."""
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=not path.exists())
 
 
 def _drain(buffers: Sequence[Buffer], call: Callable[[Sequence[memoryview], int], int]) -> None:

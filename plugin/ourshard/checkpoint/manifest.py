@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -75,9 +75,14 @@ class Manifest:
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> length
     config: Mapping[str, Any] = field(default_factory=dict)  # the ShardConfig as plain data
     saved_at: str = ""  # ISO time
+    token: str = ""  # of a save on several disks, the same on each
+    joined: bool = False  # of several disks, which may hold the same elements
 
-    def pieces(self) -> dict[TensorKey, list[Piece]]:
-        """Return the pieces of each tensor, sorted. Raises CheckpointError if two of them hold the same elements."""
+    def pieces(self, prefer: Collection[str] = ()) -> dict[TensorKey, list[Piece]]:
+        """Return the pieces of each tensor, sorted. Raises CheckpointError if two of them hold the same elements.
+
+        Of copies on several disks one is taken, in a file of `prefer` if there is any.
+        """
         kinds = {key.name: key for key in self.tensors if key.kind in (PARAM, BUFFER)}
         found: dict[TensorKey, list[Piece]] = {key: [] for key in self.tensors}
         for record in self.files:
@@ -93,12 +98,18 @@ class Manifest:
             if begin != record.nbytes:
                 raise CheckpointError(f"{record.path} has {record.nbytes} bytes in the manifest, its pieces {begin}")
         for key, pieces in found.items():
-            pieces.sort(key=lambda piece: (piece.start, piece.stop))
+            pieces.sort(key=lambda piece: (piece.start, piece.stop, piece.file not in prefer))
+            if self.joined:
+                pieces[:] = [piece for n, piece in enumerate(pieces) if not n or not _is_copy(piece, pieces[n - 1])]
             for one, other in pairwise(pieces):
                 if other.start < one.stop:
                     both = where(self.tensors[key], other.start, min(one.stop, other.stop))
                     raise CheckpointError(f"{key}: {both} are in {one.file} and in {other.file}")
         return found
+
+
+def _is_copy(piece: Piece, other: Piece) -> bool:
+    return (piece.start, piece.stop, piece.digest) == (other.start, other.stop, other.digest)
 
 
 def seal(body: Any) -> bytes:
@@ -128,6 +139,7 @@ def dump(manifest: Manifest) -> bytes:
         "saved_at": manifest.saved_at,
         "world_size": description.world_size,
         "ranks": list(manifest.ranks),
+        "token": manifest.token,
         "mesh": dict(manifest.mesh),
         "stage": description.stage,
         "step": description.step,
@@ -177,6 +189,7 @@ def _load_body(body: Mapping[str, Any]) -> Manifest:
         mesh=body["mesh"],
         config=plain.decode(body["config"]),
         saved_at=body["saved_at"],
+        token=body.get("token", ""),
     )
 
 
@@ -190,11 +203,11 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
     first = manifests[0]
     tensors, scalars, files, ranks = dict(first.tensors), dict(first.scalars), list(first.files), set(first.ranks)
     for other in manifests[1:]:
-        if (
-            other.description.step != first.description.step
-            or other.description.world_size != first.description.world_size
-        ):
-            raise CheckpointError("the manifests of several nodes are of different saves: their step or world differs")
+        if _save_of(other) != _save_of(first):
+            raise CheckpointError(
+                f"the manifests of several nodes are of different saves: ranks {list(first.ranks)} of step "
+                f"{first.description.step}, ranks {list(other.ranks)} of step {other.description.step}"
+            )
         for key, info in other.tensors.items():
             if tensors.setdefault(key, info) != info:
                 raise CheckpointError(f"{key} has one shape or dtype on one node and another on the next")
@@ -202,7 +215,18 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
         known = {record.path for record in files}
         files += [record for record in other.files if record.path not in known]
         ranks.update(other.ranks)
-    return replace(first, tensors=tensors, scalars=scalars, files=tuple(files), ranks=tuple(sorted(ranks)))
+    return replace(
+        first,
+        tensors=tensors,
+        scalars=scalars,
+        files=tuple(files),
+        ranks=tuple(sorted(ranks)),
+        joined=first.joined or len(manifests) > 1,
+    )
+
+
+def _save_of(manifest: Manifest) -> tuple[int | None, int | None, str]:
+    return manifest.description.step, manifest.description.world_size, manifest.token
 
 
 def _check_kinds(body: Mapping[str, Any], carried: Mapping[str, Any]) -> None:

@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ourshard.runtime.boxes import boxes_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.layout import LaneTensor, RowRange
+from ourshard.runtime.mesh import Axis
 from ourshard.runtime.optim import Run
 from ourshard.runtime.state import persistent
 
+from .disks import Disk
 from .shard_writer import LocalBox
 from .staging import ToHost
 
@@ -67,20 +70,26 @@ class Buffer:
     tensor: torch.Tensor
 
 
-def portions_of(engine: Engine) -> list[Portion]:
-    """Return this rank's part of each parameter, in the order of the model, which is no matter of stage or world."""
-    found = [portion for number, lane in enumerate(engine.lanes()) for portion in _of_lane(number, lane)]
-    found += _ignored(engine, {name for portion in found for name in (portion.name, *portion.aliases)})
+def portions_of(engine: Engine, disk: Disk | None = None) -> list[Portion]:
+    """Return this rank's part of each parameter, in the order of the model, which is no matter of stage or world.
+
+    `disk`: whose ranks share the work of writing what they hold alike; all ranks by default.
+    """
+    world = engine.mesh.world
+    disk = disk or Disk(tuple(range(world.size)), leads=world.rank == 0)
+    found = [portion for number, lane in enumerate(engine.lanes()) for portion in _of_lane(number, lane, disk)]
+    known = {name for portion in found for name in (portion.name, *portion.aliases)}
+    found += _ignored(engine, known, disk.leads)
     order = {names[0]: number for number, (names, _) in enumerate(_tensors(engine))}
     return sorted(found, key=lambda portion: order[portion.name])
 
 
-def _of_lane(number: int, lane: Lane) -> Iterator[Portion]:
+def _of_lane(number: int, lane: Lane, disk: Disk) -> Iterator[Portion]:
     mesh = lane.unit.engine.mesh
     runs = {position: run for run in lane.runs for position in run.positions}
-    axis = mesh.world if lane.placement.whole else mesh.replicate
+    holders = ranks_of(mesh.world if lane.placement.whole else mesh.replicate, mesh.world.rank)
     # Those that hold the same share the work lane by lane.
-    its_turn = lane.divided or axis.rank == number % axis.size
+    its_turn = lane.divided or disk.turn(holders, number) == mesh.world.rank
     for position, parameter in enumerate(lane.parameters):
         rows, granule = lane.rows(position), lane.layout.tensors[position].granule
         run = runs.get(position)
@@ -103,12 +112,17 @@ def _of_lane(number: int, lane: Lane) -> Iterator[Portion]:
         )
 
 
+def ranks_of(axis: Axis, rank: int) -> list[int]:
+    """Return the ranks of an axis, counted in the world, `rank` among them."""
+    return [rank] if axis.group is None else dist.get_process_group_ranks(axis.group)
+
+
 def _offset(run: Run, rows: RowRange) -> int:
     return rows.offset - run.start if rows.rows else 0
 
 
-def _ignored(engine: Engine, known: set[str]) -> Iterator[Portion]:
-    """Yield the parameters that ourshard was told to leave alone: rank 0's are saved."""
+def _ignored(engine: Engine, known: set[str], lead: bool) -> Iterator[Portion]:
+    """Yield the parameters that ourshard was told to leave alone: those of the rank that leads are saved."""
     for names, value in _tensors(engine):
         if isinstance(value, nn.Parameter) and not known & set(names):
             yield Portion(
@@ -120,7 +134,7 @@ def _ignored(engine: Engine, known: set[str]) -> Iterator[Portion]:
                 values=value.detach(),
                 start=0,
                 stop=value.numel(),
-                writes=engine.mesh.world.rank == 0,
+                writes=lead,
                 whole=True,
                 stepped=value,
                 offset=0,

@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,56 +25,23 @@ from ourshard.config import WhenBusy
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.optim import bring_up_to_date, has_owners
+from ourshard.runtime.wrap import canonical
 
 from . import commit, stepping
+from .agreeing import together
 from .background import BACKGROUND
 from .coding import restore_coding, take_coding
+from .disks import Disk, Joined, find_disk, join_disks
 from .foreign.names import shorten
 from .io import DISK, DiskIO
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
 from .sharded import ShardedSource, is_ours
-from .source import BUFFER, PARAM, CheckpointError, Description, DiskError, Source, TensorKey, detect
+from .source import BUFFER, PARAM, CheckpointError, Description, Source, TensorKey, detect
 from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
 
 logger = logging.getLogger("ourshard")
-
-VISIBLE_WITHIN = 10.0  # seconds from when rank 0 has made a folder until all ranks see it
-
-
-@contextmanager
-def together(engine: Engine, label: str) -> Iterator[None]:
-    """Run the body on all ranks; where it fails on one, fail on all. Collective; no collective inside."""
-    engine.control.agree(label)  # who is elsewhere is noticed here, in seconds
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as problem:
-        error = problem
-    told = None
-    if error is not None:
-        told = _Failure(f"{label}: {type(error).__name__}: {error}", isinstance(error, (OSError, DiskError)))
-    try:
-        engine.control.meet(label)  # the slowest disk may take longer than a collective may wait
-        failures = engine.control.gather_objects(told, label)
-    except Exception as problem:  # the ranks may also be elsewhere, waiting for this one
-        if error is not None:
-            raise error from problem
-        raise
-    if error is not None:
-        raise error
-    for rank, failure in enumerate(failures):
-        if isinstance(failure, _Failure):
-            kind = DiskError if failure.of_disk else CheckpointError
-            raise kind(f"{failure.text} (found on rank {rank})")
-
-
-class _Failure(NamedTuple):
-    """What a rank tells the others."""
-
-    text: str
-    of_disk: bool
 
 
 # ---- saving ------------------------------------------------------------------------------------------------
@@ -93,10 +59,11 @@ def save(
 ) -> None:
     """Write a sharded model and its optimizer (or several, or None) into `folder`, each rank its own rows. Collective.
 
-    `client_state` is plain data and tensors, the same on all ranks, which `load` returns. All ranks see one disk. If a
-    rank fails, all raise, and nothing is left; an existing `folder` is replaced if `replace`, and stays until the new
-    one is complete. With `checkpoint.asynchronous` it returns when all is copied to host memory: Note [Background
-    saves]. Rank 0 calls `then` when the folder is in its place.
+    `client_state` is plain data and tensors, the same on all ranks, which `load` returns. Where machines have disks of
+    their own, each gets the rows of its own ranks: Note [Disks of nodes]. If a rank fails, all raise, and nothing is
+    left; an existing `folder` is replaced if `replace`, and stays until the new one is complete. With
+    `checkpoint.asynchronous` it returns when all is copied to host memory: Note [Background saves]. Rank 0 calls `then`
+    when the folder is in its place.
     """
     if not skips(_engine(model)):
         write(model, optimizer, folder, client_state=client_state, replace=replace, io=io, then=then)
@@ -113,31 +80,36 @@ def write(
     io: DiskIO = DISK,
     then: Callable[[], None] | None = None,
     background: bool | None = None,
+    several_disks: bool = True,
 ) -> None:
-    """Do what `save` does, where the save before has been waited for; `background` as said here. Collective."""
+    """Do what `save` does, where the save before has been waited for; `background` as said here. Collective.
+
+    Where not all ranks see one disk: a ValueError without `several_disks`; else the first rank on each gives the
+    `client_state` for its own and calls `then`.
+    """
     engine = _engine(model)
-    final, lead = Path(folder), engine.mesh.world.rank == 0
+    final = Path(folder).absolute()
     temporary = commit.temporary_of(final)
-    with together(engine, f"save: making {final.name}"):
-        if lead:
-            commit.begin(final, replace=replace, io=io)
+    disk = find_disk(engine, final, replace=replace, io=io, several=several_disks)
+    lead = disk.leads
     background = engine.config.checkpoint.asynchronous if background is None else background
     writer = ShardWriter(temporary, engine.mesh.world.rank, engine.mesh.world.size, io)
 
     def publish() -> None:
         mesh = {axis.name: axis.size for axis in (engine.mesh.replicate, engine.mesh.shard)}
-        manifest = commit.assemble(temporary, found, mesh=mesh, config=engine.config.to_dict())
+        manifest = commit.assemble(
+            temporary, found, ranks=disk.ranks, mesh=mesh, config=engine.config.to_dict(), token=disk.token
+        )
         commit.publish(temporary, final, manifest, replace=replace, io=io)
         if then is not None:
             then()
 
     try:
         with together(engine, f"save: {'staging' if background else 'writing'} {final.name}"):
-            _wait_to_see(temporary)
-            boxes, found, staged = _take(engine, _optimizers(optimizer), client_state or {}, copied=background)
+            boxes, found, staged = _take(engine, disk, _optimizers(optimizer), client_state or {}, copied=background)
             if not background:
                 writer.write(boxes)
-        found = _with_state_of_owners(engine, _optimizers(optimizer), found)
+        found = _with_state_of_others(engine, disk, _optimizers(optimizer), found)
         if not background:
             with together(engine, f"save: committing {final.name}"):
                 if lead:
@@ -153,24 +125,25 @@ def write(
             writer.write(boxes)
 
         BACKGROUND.start(
-            engine, final.name, write=write_staged, publish=publish, abandon=lambda: commit.abandon(temporary, io)
+            final.name,
+            write=write_staged,
+            publish=publish if lead else None,
+            abandon=(lambda: commit.abandon(temporary, io)) if lead else None,
         )
 
 
-def _wait_to_see(folder: Path) -> None:
-    """Return once the folder that rank 0 has made is there; a network's file system may take a moment."""
-    end = time.monotonic() + VISIBLE_WITHIN
-    while not folder.is_dir():
-        if time.monotonic() > end:
-            raise FileNotFoundError(
-                f"{folder} was made by rank 0, and is not here: all ranks have to see one disk. Save into a folder "
-                "that the machines share, or whole (checkpoint.format: full)."
-            )
-        time.sleep(0.05)
+def _with_state_of_others(
+    engine: Engine, disk: Disk, optimizers: Sequence[Optimizer], found: Description
+) -> Description:
+    """Add what other ranks alone have: state, not of elements, of parameters that they step whole. Collective.
 
-
-def _with_state_of_owners(engine: Engine, optimizers: Sequence[Optimizer], found: Description) -> Description:
-    """Add what other ranks alone have: state, not of elements, of parameters that they step whole. Collective."""
+    On disks of nodes all get what rank 0 knows beside the tensors.
+    """
+    if disk.token:
+        first: Any = engine.control.gather_objects(
+            dataclasses.replace(found, client_state={}) if engine.mesh.world.rank == 0 else None, "save: description"
+        )[0]
+        found = dataclasses.replace(first, client_state=found.client_state, param_state=found.param_state)
     if not any(has_owners(optimizer) for optimizer in optimizers):
         return found
     told: list[Any] = engine.control.gather_objects(found.param_state, "save: the state of whole parameters")
@@ -191,12 +164,14 @@ def skips(engine: Engine) -> bool:
     return False
 
 
-def _take(engine: Engine, optimizers: list[Optimizer], client_state: Mapping[str, Any], *, copied: bool) -> _Taken:
+def _take(
+    engine: Engine, disk: Disk, optimizers: list[Optimizer], client_state: Mapping[str, Any], *, copied: bool
+) -> _Taken:
     """Return what this rank writes, and rank 0's description; with `copied` nothing of it is training's any more."""
-    portions, buffers = portions_of(engine), buffers_of(engine)
+    portions, buffers = portions_of(engine, disk), buffers_of(engine)
 
     def take(to_host: ToHost) -> tuple[Boxes, dict[str, dict[str, Any]]]:
-        return _boxes(engine, portions, buffers, optimizers, to_host)
+        return _boxes(engine, disk, portions, buffers, optimizers, to_host=to_host)
 
     boxes, rest = BACKGROUND.staging.copy(engine.mesh.device, take) if copied else take(on_host)
     found = _describe(engine, portions, buffers, optimizers, boxes)
@@ -230,19 +205,21 @@ def _optimizers(given: Any) -> list[Optimizer]:
 
 def _boxes(
     engine: Engine,
+    disk: Disk,
     portions: Sequence[Portion],
     buffers: Sequence[Buffer],
     optimizers: Sequence[Optimizer],
+    *,
     to_host: ToHost,
 ) -> tuple[Boxes, dict[str, dict[str, Any]]]:
-    """Return what this rank writes, and the state that is no tensor of elements, on rank 0 or on owners."""
-    lead = engine.mesh.world.rank == 0
+    """Return what this rank writes, and the state that is no tensor of elements, where it leads and on owners."""
+    lead = disk.leads
     boxes: Boxes = {TensorKey(PARAM, p.name): p.boxes(p.values.reshape(-1), to_host) for p in portions if p.writes}
     for buffer in buffers if lead else ():
         tensor = to_host(buffer.tensor)
         boxes[TensorKey(BUFFER, buffer.name)] = [LocalBox(tuple(tensor.shape), tensor)]
     if optimizers:
-        take_coding(engine, boxes, to_host)
+        take_coding(engine, boxes, to_host, lead)
     rest: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
         rest.update(stepping.take_state(optimizer, portions, lead, boxes, to_host))
@@ -296,9 +273,11 @@ def load(
     engine = _engine(model)
     BACKGROUND.wait()
     name = Path(folder).name
+    folder = Path(folder).absolute()
+    joined = join_disks(engine, folder)
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}"):
-            source = stack.enter_context(_open(Path(folder), model, number))
+            source = stack.enter_context(_open(folder, model, number, joined))
             if engine.mesh.world.rank == 0:
                 _say_losses(source, beside)
             optimizers = _optimizers(optimizer)
@@ -309,7 +288,10 @@ def load(
                 portions = [each for each in portions if each.trained or each.name in saved.names]
                 buffers = [each for each in buffers if _buffer_key(source, each) is not None]
             _refuse_misfits(source, portions, buffers, concerned, saved)
-            _refuse_damage(source, slice(engine.mesh.world.rank, None, engine.mesh.world.size))
+            if joined is not None:
+                _refuse_elsewhere(source, portions, buffers, saved)
+            world = engine.mesh.world
+            _refuse_damage(source, slice(world.rank, None, world.size) if joined is None else joined.share)
         with together(engine, f"load: reading {name}"):
             if weights:
                 engine.land_masters()
@@ -323,11 +305,13 @@ def load(
         return source.description.client_state
 
 
-def _open(folder: Path, model: nn.Module, number: int | None) -> Source:
+def _open(folder: Path, model: nn.Module, number: int | None, joined: Joined | None) -> Source:
     """Open our own format, or that of another engine (which may number parameters in the order of the model)."""
+    if joined is not None:
+        return ShardedSource(folder, manifest=joined.manifest, own=joined.own)
     if is_ours(folder):
         return ShardedSource(folder)
-    return detect(folder, model=number, parameter_order=[name for name, _ in model.named_parameters()])
+    return detect(folder, model=number, parameter_order=[canonical(name) for name, _ in model.named_parameters()])
 
 
 def _say_losses(source: Source, beside: bool) -> None:
@@ -382,6 +366,28 @@ def _refuse_misfits(
     problems += stepping.misfits(optimizers, portions, saved) if not problems else []
     if problems:
         raise CheckpointError(f"{source.path} does not fit, and nothing was loaded: {'; '.join(problems)}.")
+
+
+def _refuse_elsewhere(
+    source: Source, portions: Sequence[Portion], buffers: Sequence[Buffer], saved: SavedState
+) -> None:
+    """Refuse rows that this rank needs and that lie on another node's disk."""
+    assert isinstance(source, ShardedSource)
+    lost: list[str] = []
+    for portion in portions:
+        run = (portion.start, portion.stop)
+        lost += source.elsewhere(TensorKey(PARAM, saved.names[portion.name]), *run)
+        for info in saved.tensors(portion.name).values() if portion.owner is not False else ():
+            if stepping.is_elementwise(info, portion):
+                lost += source.elsewhere(info.key, *((0, info.numel) if portion.owner else run))
+    for buffer in buffers:
+        key = _buffer_key(source, buffer)
+        lost += source.elsewhere(key, 0, source.tensors[key].numel) if key is not None else []
+    if lost:
+        raise CheckpointError(
+            f"nothing was loaded: rows that this rank needs are not on its disk: {shorten(lost, 4)}. Load on as many "
+            f"ranks, in the same places, in the same layout; or copy {source.path} of all machines into one folder."
+        )
 
 
 def _refuse_damage(source: Source, share: slice) -> None:

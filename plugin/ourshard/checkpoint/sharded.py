@@ -37,22 +37,34 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 class ShardedSource(Source):
-    """A folder of our sharded format. `verify_reads` checks the hash of every piece that a read touches, once."""
+    """A folder of our sharded format. `verify_reads` checks the hash of every piece that a read touches, once.
+
+    `manifest`: of all disks of a checkpoint, of which this folder holds what is in `own`.
+    """
 
     format = "ourshard"
     is_own = True
     looks_for = f"a folder with {NAME}"
 
-    def __init__(self, path: Path, *, verify_reads: bool = False, model: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        verify_reads: bool = False,
+        model: int = 0,
+        manifest: Manifest | None = None,
+        own: Manifest | None = None,
+    ) -> None:
         path = path / of_model(FOLDER, model) if self.models_in(path) else path
         super().__init__(path)
-        self.manifest = read_manifest(path)
+        self.manifest = manifest or read_manifest(path)
+        self._here = {record.path: record for record in (own or self.manifest).files}
         self.tensors = {**self.manifest.tensors, **_scalar_infos(self.manifest)}
         self.description = replace(
             self.manifest.description, files=_files(path, self.manifest), oddities=tuple(_oddities(self.manifest))
         )
         try:
-            self._pieces = self.manifest.pieces()
+            self._pieces = self.manifest.pieces(self._here)
             if not _absent_ranks(self.manifest):
                 self._refuse_gaps()
         except CheckpointError as error:
@@ -133,7 +145,7 @@ class ShardedSource(Source):
 
         `share`: which of the files, where ranks divide the work.
         """
-        for record in self.manifest.files[share]:
+        for record in list(self._here.values())[share]:
             try:
                 self._verify_file(record)
                 yield record.path, None
@@ -143,14 +155,30 @@ class ShardedSource(Source):
             yield NAME, problem
 
     def check_sizes(self) -> None:
-        """Raise CheckpointError unless all rows have a file and all files their length; reads no data."""
-        for record in self.manifest.files:
+        """Raise CheckpointError unless all rows have a file and all files their length; reads no data.
+
+        Of a node's disk, only what is there is looked at.
+        """
+        for record in self._here.values():
             path = inside(self.path, record.path)
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing")
             if path.stat().st_size != record.nbytes:
                 raise CheckpointError(f"{path} is cut off: {path.stat().st_size} bytes, written were {record.nbytes}")
-        self._refuse_gaps()
+        if not _absent_ranks(self.manifest):
+            self._refuse_gaps()
+
+    def elsewhere(self, key: TensorKey, start: int, stop: int) -> list[str]:
+        """Return which of these elements are on another node's disk, one text for each piece."""
+        if key in self.manifest.scalars or start == stop:
+            return []
+        info = self.tensors[key]
+        ranks = {record.path: record.rank for record in self.manifest.files}
+        return [
+            f"{where(info, piece.start, piece.stop)} of {key} are in {piece.file} of rank {ranks[piece.file]}"
+            for piece in overlapping(self._pieces[key], start, stop)
+            if piece.file not in self._here
+        ]
 
     def refuse_damage(self, share: slice = slice(None)) -> None:
         """Raise CheckpointError unless sizes of all files and hashes of these files are those that were written."""
@@ -192,6 +220,11 @@ class ShardedSource(Source):
             for piece in pieces:
                 table.setdefault(piece.file, []).append((key, piece))
         return table
+
+
+def is_of_a_node(folder: Path) -> bool:
+    """Tell whether a folder has manifests of some disks of a checkpoint, and none of all of it."""
+    return is_ours(folder) and not (folder / NAME).is_file()
 
 
 def is_ours(folder: Path) -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ourshard.checkpoint.agreeing import together
+from ourshard.integrations import planned_files
 from ourshard.runtime.handle import ShardParameter
-from ourshard.runtime.part import engines_in, is_here, part_state
+from ourshard.runtime.part import engines_in, is_here, outline, part_state
 from ourshard.runtime.state import persistent
 
 Save = Callable[..., Any]
@@ -38,13 +41,28 @@ def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
         raise ValueError(
             "save_pretrained: distributed_checkpoint=True is torch FSDP's; leave it out, ourshard gathers."
         )
-    writes = _writes(model, arguments)
-    state = part_state(model, _LABEL, names=_adapter_names(model), dtype=save_dtype(model), keep=writes)
-    if writes:
-        dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
-        save(model, **{**arguments, "state_dict": state, "is_main_process": True})
-        _agree_with_config(model, dtype, arguments["save_directory"])
-    _wait_for_files(model)
+    writers = _writers(model, arguments)
+    writes, dtype = _is_among(writers, model, arguments), save_dtype(model)
+    state = None
+    if len(writers) > 1 or not _save_by_rows(save, model, arguments, writes, dtype):
+        state = part_state(model, _LABEL, names=_adapter_names(model), dtype=dtype, keep=writes)
+    with _ending_together(model):
+        if writes and state is not None:
+            save(model, **{**arguments, "state_dict": state, "is_main_process": True})
+        if writes:
+            _agree_with_config(model, dtype, arguments["save_directory"])
+
+
+def _ending_together(model: nn.Module) -> AbstractContextManager[None]:
+    """Return what lets all ranks go on when the files are there, or raise; the next line may read them."""
+    return nullcontext() if is_here(model) else together(engines_in(model)[0], f"{_LABEL}: files")
+
+
+def _save_by_rows(save: Save, model: Any, arguments: dict[str, Any], writes: bool, dtype: torch.dtype | None) -> bool:
+    if not planned_files.streams(model, arguments):
+        return False
+    plan = planned_files.plan_pretrained(save, model, arguments)
+    return planned_files.write(model, plan, writes=writes, dtype=dtype, label=_LABEL)
 
 
 def save_adapters(save: Save, model: Any, arguments: dict[str, Any]) -> None:
@@ -64,7 +82,7 @@ def save_adapters(save: Save, model: Any, arguments: dict[str, Any]) -> None:
         )
     from ourshard.runtime.api import gathered
 
-    writes = _writes(model, arguments)
+    writes = _is_among(_writers(model, arguments), model, arguments)
     outlines = _outlines(model)
     prompts = [part for part in (getattr(model, "prompt_encoder", None),) if isinstance(part, nn.Module)]
     with gathered([parameter for part in prompts for parameter in part.parameters()]):
@@ -86,22 +104,30 @@ def _is_whole(state: dict[str, Any] | None) -> bool:
     return state is not None and not any(isinstance(value, ShardParameter) for value in state.values())
 
 
-def _writes(model: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Return whether this rank writes: where several would write the same folder on one host, the first does."""
-    asked = bool(arguments.get("is_main_process", True))
+def _writers(model: nn.Module, arguments: dict[str, Any]) -> list[int]:
+    """Return the ranks that write: where several would write the same folder on one host, the first does.
+
+    Empty where nothing is gathered, so that this rank may be the only one that saves.
+    """
     if is_here(model):
-        return asked  # nothing is gathered, so this rank may be the only one that saves
+        return []
+    asked = bool(arguments.get("is_main_process", True))
     host, path = os.environ.get("GROUP_RANK", "0"), str(Path(arguments["save_directory"]).absolute())
-    control = engines_in(model)[0].control
-    told = control.gather_objects((asked, host, path), _LABEL)
-    rivals = [rank for rank, said in enumerate(told) if said == (True, host, path)]
-    return asked and rivals[0] == control.rank
+    told: list[Any] = engines_in(model)[0].control.gather_objects((asked, host, path), _LABEL)
+    return [rank for rank, said in enumerate(told) if said[0] and told.index(said) == rank]
+
+
+def _is_among(writers: list[int], model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Return whether this rank writes."""
+    if is_here(model):
+        return bool(arguments.get("is_main_process", True))
+    return engines_in(model)[0].control.rank in writers
 
 
 def _wait_for_files(model: nn.Module) -> None:
     """Return when the files are there, on every rank that helped to write them: the next line may read them."""
     if not is_here(model):
-        engines_in(model)[0].control.agree(f"{_LABEL}: files are written")
+        engines_in(model)[0].control.meet(f"{_LABEL}: files are written")
 
 
 def _adapter_names(model: Any) -> Collection[str] | None:
@@ -143,10 +169,13 @@ def _same_objects(picked: dict[str, Any], outlines: dict[str, torch.Tensor]) -> 
 
 def _agree_with_config(model: Any, dtype: torch.dtype | None, folder: str | os.PathLike[str]) -> None:
     """Let the folder's config name the dtype of its file, where they differ."""
+    names = _adapter_names(model)
+    saved = (value.dtype for name, value in outline(model, dtype).items() if names is None or name in names)
+    found = next((each for each in saved if each.is_floating_point), None)
     config = getattr(model, "config", None)
-    if dtype is None or config is None or not (Path(folder) / "config.json").is_file() or model.dtype == dtype:
+    if found is None or config is None or not (Path(folder) / "config.json").is_file() or model.dtype == found:
         return
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = str(found).removeprefix("torch.")
     config.save_pretrained(folder)
 
 

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ourshard.checkpoint import commit
-from ourshard.integrations.saving import SHARDED_FOLDER, log_skipped
+from ourshard.integrations import retention
+from ourshard.integrations.saving import log_skipped
 
 logger = logging.getLogger("ourshard")
 
@@ -66,6 +66,6 @@ def _look(root: Path) -> tuple[str | None, int]:
     """Return the newest complete checkpoint, and the number after that of the last folder, complete or not."""
     if not root.is_dir():
         return None, 0
-    path = log_skipped("load_after_restart", commit.newest_complete(root, inner=SHARDED_FOLDER))
+    path = log_skipped("load_after_restart", retention.newest(root))
     numbers = [int(match[1]) for each in root.iterdir() if (match := re.fullmatch(r"checkpoint_(\d+)", each.name))]
     return path, max(numbers, default=-1) + 1

@@ -20,13 +20,18 @@ import torch
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
 
 from ourshard.checkpoint import commit, running
+from ourshard.checkpoint.agreeing import together
 from ourshard.checkpoint.background import wait_for_save
 from ourshard.checkpoint.foreign import is_foreign
 from ourshard.checkpoint.numbered import of_model
 from ourshard.checkpoint.sharded import FOLDER as SHARDED_FOLDER
-from ourshard.checkpoint.sharded import is_ours
+from ourshard.checkpoint.sharded import ShardedSource, is_ours
+from ourshard.checkpoint.source import CheckpointError
 from ourshard.config import CheckpointFormat
-from ourshard.integrations import foreign_resume, models, optimizer_state, stopping
+from ourshard.integrations import foreign_resume, models, optimizer_state, planned_files, retention, stopping
+from ourshard.integrations.beside_files import FILES, files_problem, hashes_of
+from ourshard.integrations.planned_files import Outlines, Planned, Taken, plan_of
+from ourshard.integrations.retention import OPTIMIZER_FILE
 from ourshard.runtime import api
 from ourshard.runtime.graphs import let_go_of_graphs
 
@@ -35,7 +40,14 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-OPTIMIZER_FILE = "ourshard_optimizer"
+READ_AT_LOAD = (
+    "scheduler*.bin",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "scaler.pt",
+    "random_states_*.pkl",
+    "custom_checkpoint_*.pkl",
+)
 
 logger = logging.getLogger("ourshard")
 
@@ -44,6 +56,8 @@ class SavingMixin(_Base):
     """Whole state dicts, and the folders of `save_state`."""
 
     _for_files = False  # what is gathered now is for files: only the writing ranks keep it
+    _outlines: Outlines | None = None  # accelerate plans files: Note [Outlines] in planned_files.py
+    _taken: list[Taken]
     _sharded_states: list[dict[str, Any]] | None = None  # not for accelerate to write
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -54,6 +68,8 @@ class SavingMixin(_Base):
         engine = models.engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap)
+        if self._outlines is not None:
+            return dict(self._outlines)
         name = engine.config.checkpoint.save_dtype
         only_rank0 = self._for_files and not self.project_configuration.save_on_each_node
         if self._sharded_states is not None and len(self._save_model_state_pre_hook) == 1:
@@ -90,19 +106,50 @@ class SavingMixin(_Base):
     def save_model(
         self, model: torch.nn.Module, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> None:
-        """Write the whole model as accelerate does; call it on all ranks, rank 0 writes."""
+        """Write the whole model as accelerate does; call it on all ranks. Each writes its own rows where it can."""
+        engine = models.engine_of(model)
+        safe = kwargs.get("safe_serialization", args[1] if len(args) > 1 else True)
+        if engine is not None and safe and not self.project_configuration.save_on_each_node:
+
+            def make_plan(outlines: Outlines) -> Planned | None:
+                return self._plan_model(outlines, model, save_directory, args, kwargs)
+
+            name = engine.config.checkpoint.save_dtype
+            dtype = getattr(torch, name) if name else None
+            if planned_files.write(model, make_plan, writes=self.is_main_process, dtype=dtype, label="save_model"):
+                return
         with self._gathering_for_files():
             super().save_model(model, save_directory, *args, **kwargs)
+
+    def _plan_model(
+        self, outlines: Outlines, model: torch.nn.Module, save_directory: Any, args: Any, kwargs: Any
+    ) -> Planned | None:
+        """Let accelerate write all but the files of tensors; return which these are."""
+        self._outlines, self._taken = outlines, []
+        try:
+            super().save_model(model, save_directory, *args, **kwargs)
+            return plan_of(outlines, self._taken)
+        finally:
+            self._outlines = None
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write an object as accelerate does."""
+        if self._outlines is None:
+            super().save(obj, f, safe_serialization=safe_serialization)
+        else:
+            self._taken.append(Taken(os.fspath(f), dict(obj), {"format": "pt"}))
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Write models, optimizers, schedulers, RNG and everything else that `load_state` reads. Collective.
 
-        If a rank fails, all raise; what `output_dir` held of our format before is then still there, and loads.
+        If a rank fails, all raise. What `output_dir` held of our format before is then still there; it loads unless
+        accelerate has written over its own files of that save, which `load_state` then says.
         """
         engines = self._engines()
         if engines and engines[0].config.checkpoint.format is not CheckpointFormat.FULL:
             return self._save_sharded(output_dir, *args, **kwargs)
-        with self._without_optimizers() as optimizers, self._gathering_for_files():
+        limit = retention.limit_of(self.project_configuration, engines[0].config.checkpoint) if engines else None
+        with self._without_optimizers() as optimizers, self._gathering_for_files(), self._keeping(engines):
             location = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(optimizers):
             whole = optimizer_state.gather(optimizer.optimizer, engines, keep=self._writes_files)
@@ -110,26 +157,44 @@ class SavingMixin(_Base):
         if self._writes_files:  # what `load_state` would take first
             for number in range(len(self._models)):
                 commit.abandon(sharded_folder(Path(location), number))
+            retention.clear(Path(location), limit)
         return location
 
+    def _keeping(self, engines: list[api.Engine]) -> AbstractContextManager[None]:
+        """Return what keeps old checkpoints until the new one is complete."""
+        return retention.without_limit(self.project_configuration) if engines else nullcontext()
+
     def _save_sharded(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
-        if self.project_configuration.save_on_each_node:
-            raise ValueError(
-                "save_on_each_node: the sharded format has each rank's rows once, on one disk that all ranks see; set "
-                "checkpoint.format to full, or save_on_each_node to False."
-            )
         engines = self._engines()
         if running.skips(engines[0]):
             return output_dir
-        with running.together(engines[0], "save_state"), self._without_optimizers() as optimizers:
-            location = self._save_rest(output_dir, *args, **kwargs)
+        limit = retention.limit_of(self.project_configuration, engines[0].config.checkpoint)
+        keeping, project = self._keeping(engines), self.project_configuration
+        iteration = project.iteration
+        try:
+            with together(engines[0], "save_state"), self._without_optimizers() as optimizers, keeping:
+                location = self._save_rest(output_dir, *args, **kwargs)
+        except Exception:
+            project.iteration = iteration + 1  # the folder of this number may be there, and accelerate wants none
+            raise
+        with together(engines[0], "save_state: hashes"):
+            beside = hashes_of(Path(location), READ_AT_LOAD) if self._writes_files else {}
         numbers = [n for n in reversed(range(len(self._models))) if models.engine_of(self._models[n]) is not None]
         for number in numbers:
-            folder, last = sharded_folder(Path(location), number), number == numbers[-1]
+            folder = sharded_folder(Path(location), number)
             if number != numbers[0]:
                 wait_for_save()
-            then = functools.partial(self._retain, engines[0], Path(location)) if last else None
-            running.write(models.inner(self._models[number]), optimizers, folder, replace=True, then=then)
+            clear = functools.partial(retention.clear, Path(location).absolute(), limit, folder.name)
+            then = clear if number == numbers[-1] else None
+            running.write(
+                models.inner(self._models[number]),
+                optimizers,
+                folder,
+                client_state={FILES: beside},
+                replace=True,
+                then=then,
+                several_disks=project.save_on_each_node,
+            )
         return location
 
     def _save_rest(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -147,14 +212,6 @@ class SavingMixin(_Base):
         finally:
             self._sharded_states = None
             handle.remove()
-
-    def _retain(self, engine: api.Engine, location: Path) -> None:
-        keep = engine.config.checkpoint.keep
-        if keep is None:
-            return
-        number = next(n for n, model in enumerate(self._models) if models.engine_of(model) is not None)
-        for path in commit.retain(location.absolute().parent, keep, inner=sharded_folder(Path(), number).name):
-            logger.info("Removed %s: checkpoint.keep is %d.", path, keep)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` wrote, here or under another engine, on any number of ranks. Collective."""
@@ -191,16 +248,16 @@ class SavingMixin(_Base):
         return foreign_resume.kept_by_engine(self, folder)
 
     def _newest_complete(self) -> str | None:
-        """Return the newest complete checkpoint; None, for accelerate to choose, if there is none or any full one."""
-        root = Path(self.project_dir, "checkpoints")
-        newest = commit.newest_complete(root, inner=SHARDED_FOLDER)
-        if newest.path is None or any(_optimizer_file(path, 0).exists() for path in root.iterdir() if path.is_dir()):
-            return None
-        return log_skipped("load_state", newest)
+        """Return the newest complete checkpoint; None, for accelerate to choose, if there is none."""
+        found = retention.newest(Path(self.project_dir, "checkpoints"))
+        return None if found.path is None else log_skipped("load_state", found)
 
     def _load_sharded(self, wanted: list[torch.nn.Module], where: Path, optimizers: list[Any]) -> list[int]:
         """Load models that lie in `where` by rows, weights of `wanted` ones only; return their numbers."""
         found = []
+        for engine in self._engines()[:1]:
+            with together(engine, "load_state: files"):
+                self._refuse_other_files(where)
         for number, model in enumerate(self._models):
             folder = self._folder_of(where, number)
             if models.engine_of(model) is not None and folder is not None:
@@ -209,6 +266,16 @@ class SavingMixin(_Base):
                 running.load(models.inner(model), optimizers, folder, weights=weights, number=which, beside=True)
                 found.append(number)
         return found
+
+    def _refuse_other_files(self, where: Path) -> None:
+        """Refuse files of accelerate that another save has put there."""
+        folder = commit.standing(sharded_folder(where, 0))
+        if not is_ours(folder) or not self.is_local_main_process:
+            return
+        with ShardedSource(folder) as source:
+            problem = files_problem(where, source.description.client_state, missing=False)
+        if problem is not None:
+            raise CheckpointError(f"nothing was loaded: {problem}")
 
     def _folder_of(self, where: Path, number: int) -> Path | None:
         """Return where model `number` lies in our sharded format, or in another engine's; None: as whole files."""

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from ourshard.checkpoint import commit, running
+from ourshard.checkpoint.agreeing import together
 from ourshard.checkpoint.background import BACKGROUND
 from ourshard.checkpoint.sharded import ShardedSource, is_ours
 from ourshard.checkpoint.source import CheckpointError, DiskError
 from ourshard.config import WhenBusy
-from ourshard.integrations import models
+from ourshard.integrations import beside_files, models
+from ourshard.integrations.beside_files import FILES, files_problem
 from ourshard.integrations.saving import sharded_folder
 from ourshard.runtime.api import Engine
 
@@ -38,7 +39,6 @@ STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 _TORCH_DISK_ERRORS = ("PytorchStreamWriter", "unexpected pos", "Parent directory", "open file")  # RuntimeErrors
 READ_AT_RESUME = (STATE, SCHEDULER, "scaler.pt", "rng_state*.pth")
 WHOLE = ("optimizer.pt", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
-FILES = "trainer_files"  # in the manifest: file -> hash
 
 _writing: dict[int, list[Exception]] = {}  # Trainer inside of `save` -> what failed there so far
 _lost: dict[int, list[str]] = {}  # Trainer -> its checkpoints that were not written
@@ -75,10 +75,10 @@ def save(method: Method, trainer: Any, engine: Engine, model: Any, trial: Any) -
         return
     best = trainer.state.best_model_checkpoint
     try:
-        with running.together(engine, f"{folder.name}: files of the Trainer"):
+        with together(engine, f"{folder.name}: files of the Trainer"):
             _write_files(method, trainer, model, trial, folder)
-        with running.together(engine, f"{folder.name}: hashes of these files"):
-            hashes = hashes_of(folder) if engine.mesh.world.rank == 0 else {}
+        with together(engine, f"{folder.name}: hashes of these files"):
+            hashes = hashes_of(folder) if trainer.args.should_save else {}
         limit, kept = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
         running.write(
             models.inner(trainer.model),
@@ -86,7 +86,8 @@ def save(method: Method, trainer: Any, engine: Engine, model: Any, trial: Any) -
             sharded_folder(folder, 0),
             client_state={FILES: hashes},
             replace=True,
-            then=functools.partial(_clear_up, folder, limit, [Path(kept)] if kept else []),
+            then=functools.partial(_clear_up, folder.absolute(), limit, [Path(kept).absolute()] if kept else []),
+            several_disks=trainer.args.save_on_each_node,
         )
     except (OSError, DiskError) as error:
         if trainer.state.best_model_checkpoint == str(folder):
@@ -141,11 +142,7 @@ def save_scheduler(trainer: Any, folder: str) -> None:
 
 def hashes_of(folder: Path) -> dict[str, str]:
     """Return the hashes of the files beside the rows that a resume reads."""
-    return {path.name: _hash(path) for pattern in READ_AT_RESUME for path in sorted(folder.glob(pattern))}
-
-
-def _hash(path: Path) -> str:
-    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+    return beside_files.hashes_of(folder, READ_AT_RESUME)
 
 
 def _clear_up(folder: Path, limit: int | None, kept: list[Path]) -> None:
@@ -203,12 +200,11 @@ def check(trainer: Any) -> None:
             )
         return
     pushes = args.push_to_hub and args.hub_strategy != "end"
-    problems = {
-        "save_on_each_node: the rows of a checkpoint lie on one disk that all ranks see": args.save_on_each_node,
-        f"hub_strategy: {args.hub_strategy} needs weights, and a checkpoint has rows": pushes,
-    }
-    for problem in (text for text, found in problems.items() if found):
-        raise ValueError(f"{problem}; set checkpoint.format to full and asynchronous to false, or leave it out.")
+    if pushes:
+        raise ValueError(
+            f"hub_strategy: {args.hub_strategy} needs weights, and a checkpoint has rows; set checkpoint.format to "
+            "full and asynchronous to false, or leave it out."
+        )
     if config.when_busy is WhenBusy.SKIP and args.load_best_model_at_end:
         raise ValueError("checkpoint.when_busy: skip may leave out the best model, load_best_model_at_end; use wait.")
 
@@ -263,17 +259,6 @@ def load_weights(trainer: Any, folder: Path, model: Any) -> None:
             "--to safetensors` makes a folder for from_pretrained."
         )
     running.load(models.inner(model), None, inner_folder(folder))
-
-
-def files_problem(folder: Path, client_state: Mapping[str, Any]) -> str | None:
-    """Return which of the Trainer's files is not the one that was saved, if any."""
-    for name, digest in client_state.get(FILES, {}).items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if _hash(path) != digest:
-            return f"{path} is damaged, or was changed: it is not what was saved"
-    return None
 
 
 def problem_of(folder: Path) -> str | None:

@@ -66,7 +66,37 @@ def part_state(
             whole[_Home(lane, position)] = found.detach().to("cpu", dtype=save_dtype(own, dtype), copy=True)
     if not keep:
         return {}
-    return {name: whole[homes[id(v)]] if id(v) in homes else v.detach().cpu().clone() for name, v in entries}
+    return {
+        name: whole[homes[id(v)]] if id(v) in homes else v.detach().to("cpu", _dtype_of(v, homes, dtype), copy=True)
+        for name, v in entries
+    }
+
+
+def outline(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Return what `part_state` would, without values: tensors on the CPU whose memory nothing has touched."""
+    homes = _homes()
+    made: dict[object, torch.Tensor] = {}
+    found = {}
+    for name, value in persistent(module):
+        key: object = homes.get(id(value), id(value))
+        if key not in made:
+            made[key] = torch.empty(tuple(value.shape), dtype=_dtype_of(value, homes, dtype))
+        found[name] = made[key]
+    return found
+
+
+def present_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole parameters and persistent buffers of a module that `is_here`, where they are, as they are."""
+    homes = _homes()
+    entries = [(name, value, homes.get(id(value))) for name, value in persistent(module)]
+    return {name: value if home is None else _present(*home) for name, value, home in entries}
+
+
+def _dtype_of(value: torch.Tensor, homes: dict[int, _Home], dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that a tensor of a state dict is saved in; buffers keep their own."""
+    home = homes.get(id(value))
+    own = value.dtype if home is None else home.lane.parameters[home.position].dtype
+    return save_dtype(own, dtype) if home is not None or isinstance(value, nn.Parameter) else own
 
 
 def _homes() -> dict[int, _Home]:

@@ -99,7 +99,8 @@ def full_state_dict(
         elif not isinstance(value, nn.Parameter) and not trainable_only:
             order[name] = value.detach().cpu().clone()
         elif isinstance(value, nn.Parameter) and not isinstance(value, ShardParameter) and not trainable_only:
-            order[name] = value.detach().cpu().clone()  # a parameter that ourshard was told to ignore
+            # A parameter that ourshard was told to ignore.
+            order[name] = value.detach().to("cpu", save_dtype(value.dtype, dtype), copy=True)
     return order
 
 

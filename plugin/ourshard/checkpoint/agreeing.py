@@ -1,0 +1,45 @@
+"""What all ranks of a save or a load do together: where one fails, all do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ourshard.runtime.engine import Engine
+
+from .source import CheckpointError, DiskError
+
+
+@contextmanager
+def together(engine: Engine, label: str) -> Iterator[None]:
+    """Run the body on all ranks; where it fails on one, fail on all. Collective; no collective inside."""
+    engine.control.agree(label)  # who is elsewhere is noticed here, in seconds
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    told = None
+    if error is not None:
+        told = _Failure(f"{label}: {type(error).__name__}: {error}", isinstance(error, (OSError, DiskError)))
+    try:
+        engine.control.meet(label)  # the slowest disk may take longer than a collective may wait
+        failures = engine.control.gather_objects(told, label)
+    except Exception as problem:  # the ranks may also be elsewhere, waiting for this one
+        if error is not None:
+            raise error from problem
+        raise
+    if error is not None:
+        raise error
+    for rank, failure in enumerate(failures):
+        if isinstance(failure, _Failure):
+            kind = DiskError if failure.of_disk else CheckpointError
+            raise kind(f"{failure.text} (found on rank {rank})")
+
+
+class _Failure(NamedTuple):
+    """What a rank tells the others."""
+
+    text: str
+    of_disk: bool

@@ -1,0 +1,225 @@
+"""Saves that go wrong half-way, folders that are links, names that are odd, working folders that change."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.test_saving import FULL, prepared, steps
+
+pytestmark = pytest.mark.ranks
+
+
+def full_disk(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def limited(root: str, config: dict[str, Any]) -> tuple[list[str], list[str], list[float], list[float]]:
+    """Save with a limit of one; fail the second save; load; save a third time. Return what was there after each."""
+    import torch.distributed as dist
+    from accelerate.utils import ProjectConfiguration
+    from ourshard.checkpoint import commit
+    from ourshard.integrations import optimizer_state
+
+    naming = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator, *parts = prepared({"stage": 3, **config}, project_config=naming)
+    folder = Path(root, "checkpoints")
+    steps(accelerator, *parts, range(2))
+    accelerator.save_state()
+    losses = steps(accelerator, *parts, range(2, 4))
+    publish, gather = commit.publish, optimizer_state.gather
+    commit.publish = optimizer_state.gather = full_disk  # type: ignore[assignment]
+    with pytest.raises((OSError, ValueError), match="No space left"):
+        accelerator.save_state()
+    commit.publish, optimizer_state.gather = publish, gather
+    dist.barrier()
+    failed = sorted(path.name for path in folder.iterdir())
+    accelerator.load_state()
+    again = steps(accelerator, *parts, range(2, 4))
+    accelerator.save_state()
+    dist.barrier()
+    assert accelerator.project_configuration.total_limit == 1
+    return failed, sorted(path.name for path in folder.iterdir()), losses, again
+
+
+@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+def test_the_last_good_one_stays_until_the_new_one_is_complete(
+    ranks: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """CASES A05: accelerate's own total_limit removes it first."""
+    for failed, left, losses, again in ranks(2)(limited, str(tmp_path), config, timeout=60):
+        assert failed == ["checkpoint_0", "checkpoint_1"]
+        assert left == ["checkpoint_1", "checkpoint_2"]  # what was not finished is not counted, and stays
+        assert again == losses
+
+
+def torn(folder: str) -> tuple[str, bool]:
+    """Save over a save, and stop after accelerate's own files; load."""
+    from ourshard.checkpoint import running
+
+    accelerator, *parts = prepared({"stage": 3})
+    accelerator.register_for_checkpointing(Place(3))
+    steps(accelerator, *parts, range(1))
+    accelerator.save_state(folder)
+    steps(accelerator, *parts, range(1, 2))
+    write, running.write = running.write, full_disk  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left"):
+        accelerator.save_state(folder)
+    running.write = write
+    accelerator.wait_for_everyone()
+    before = accelerator.get_state_dict(parts[0])
+    with pytest.raises(ValueError, match="nothing was loaded") as error:
+        accelerator.load_state(folder)
+    after = accelerator.get_state_dict(parts[0])
+    return str(error.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_files_of_one_save_with_the_rows_of_another_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for error, same in ranks(2)(torn, str(tmp_path / "state")):
+        assert "scheduler.bin is damaged, or was changed" in error
+        assert same
+
+
+class Place:
+    """An object of the script that is registered for checkpointing."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "seen": torch.arange(self.step)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = len(state["seen"])
+
+
+def resumed_in_the_data(folder: str, safe: bool, config: dict[str, Any]) -> tuple[list[float], list[float], int]:
+    """Stop in the middle of an epoch of a shuffled, stateful loader; go on in a new Accelerator."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DataLoaderConfiguration, set_seed
+    from ourshard import ShardPlugin
+    from torch.utils.data import DataLoader
+
+    from tests.integrations.tiny import adamw, rows, tiny
+
+    def made() -> tuple[Any, ...]:
+        AcceleratorState._reset_state()
+        set_seed(5)
+        stateful = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+        accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 3, **config}), dataloader_config=stateful)
+        model = tiny()
+        optimizer = adamw(model)
+        place = Place(0)
+        accelerator.register_for_checkpointing(place)
+        loader = DataLoader(rows(), batch_size=4, shuffle=True)
+        return accelerator, place, *accelerator.prepare(model, optimizer, loader)
+
+    def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, stop: Callable[[int], bool]) -> list[float]:
+        losses = []
+        for number, (inputs, labels) in enumerate(loader):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if stop(number):
+                accelerator.save_state(folder, safe)
+        return losses
+
+    accelerator, place, model, optimizer, loader = made()
+    place.step = 2
+    whole = train(accelerator, model, optimizer, loader, lambda number: number == 1)
+    accelerator.wait_for_everyone()
+    accelerator, place, model, optimizer, loader = made()
+    accelerator.load_state(folder)
+    return whole, train(accelerator, model, optimizer, loader, lambda number: False), place.step
+
+
+@pytest.mark.parametrize(("safe", "config"), [(True, {}), (False, FULL)], ids=["rows", "whole and pickled"])
+def test_a_stateful_loader_and_registered_objects_go_on_where_they_were(
+    ranks: Any, tmp_path: Path, safe: bool, config: dict[str, Any]
+) -> None:
+    pytest.importorskip("torchdata")
+    for whole, rest, step in ranks(2)(resumed_in_the_data, str(tmp_path / "a state"), safe, config, timeout=60):
+        assert step == 2
+        assert rest == whole[2:]
+
+
+class Odd(nn.Module):
+    """Parameters that have odd names, and none or few elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_parameter("a/b c", nn.Parameter(torch.randn(5, 3)))
+        self.register_parameter("größe", nn.Parameter(torch.tensor(2.0)))
+        self.register_parameter("none", nn.Parameter(torch.randn(0, 4)))
+        self.register_parameter("one", nn.Parameter(torch.randn(1)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        own = dict(self.named_parameters())
+        return rows @ own["a/b c"] * own["größe"] + own["one"] + own["none"].sum()
+
+
+def odd_places(root: str) -> list[str]:
+    """Save under odd names, over links and files, while the working folder changes."""
+    import ourshard
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    os.chdir(root)
+    model = ourshard.shard_model(Odd(), {"stage": 3, "persist_below": 0, "checkpoint": {"asynchronous": True}})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    ourshard.save(model, optimizer, "ein Ordner/für 1.")
+    os.chdir("/")
+    ourshard.wait_for_save()
+    dist.barrier()
+    os.chdir(root)
+    if rank == 0:
+        os.symlink("ein Ordner/für 1.", "link")
+        os.symlink("nowhere", "dangling")
+        Path("file").write_text("old")
+    dist.barrier()
+    told = []
+    for name in ("link", "dangling", "file"):
+        with pytest.raises(ValueError if rank else FileExistsError, match="exists; a checkpoint is not written over"):
+            ourshard.save(model, optimizer, name)
+        ourshard.save(model, optimizer, name, replace=True)
+        ourshard.wait_for_save()
+        again = ourshard.shard_model(Odd(), {"stage": 1, "persist_below": 0})
+        other = torch.optim.AdamW(again.parameters())
+        ourshard.load(again, other, name)
+        one, two = ourshard.full_state_dict(model), ourshard.full_state_dict(again)
+        told += [key for key in one if not torch.equal(one[key], two[key])]
+    return told
+
+
+def test_odd_names_links_files_and_a_working_folder_that_changes(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2)(odd_places, str(tmp_path), timeout=60) == [[], []]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"ein Ordner", "link", "dangling", "file"}
+    assert not any(path.is_symlink() for path in tmp_path.iterdir())
+    assert (tmp_path / "ein Ordner" / "für 1." / "ourshard.json").is_file()
+
+
+def test_a_folder_whose_replacement_a_crash_stopped_is_still_the_newest(tmp_path: Path) -> None:
+    from ourshard.checkpoint.commit import newest_complete, retain
+
+    from tests.checkpoint.making import make_state, save
+
+    for step in (1, 2):
+        save(tmp_path / f"checkpoint_{step}" / "ourshard", make_state(), 1)
+    shutil.move(tmp_path / "checkpoint_2" / "ourshard", tmp_path / "checkpoint_2" / ".ourshard.replaced")
+    assert newest_complete(tmp_path, inner="ourshard").path == tmp_path / "checkpoint_2"
+    assert retain(tmp_path, 1, inner="ourshard") == [tmp_path / "checkpoint_1"]

@@ -1,0 +1,191 @@
+"""Whole files written by all ranks at once (CASES A09, A12): nothing is gathered, and each byte is in its place."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from ourshard.checkpoint.io import Buffer, DiskIO
+from safetensors.torch import load_file
+
+from tests.integrations.test_saving import Tied
+
+pytestmark = pytest.mark.ranks
+
+WHOLE = {"stage": 3, "persist_below": 40}
+
+
+def tied(config: dict[str, Any]) -> Any:
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin(config))
+    torch.manual_seed(3)
+    return accelerator, accelerator.prepare(Tied())
+
+
+def count_gathers() -> list[str]:
+    """Note each gather of whole masters from now on."""
+    from ourshard.runtime.lane import Lane
+
+    seen: list[str] = []
+    gather = Lane.gather_master
+
+    def noting(lane: Lane) -> torch.Tensor:
+        seen.append(lane.unit.label)
+        return gather(lane)
+
+    Lane.gather_master = noting  # type: ignore[method-assign]
+    return seen
+
+
+def save_in_pieces(folder: str, dtype: str | None, stage: int) -> list[str]:
+    """Save in files of at most 8 kB over files of an earlier save; load them as accelerate does."""
+    from accelerate import load_checkpoint_in_model
+    from ourshard.runtime.lane import Lane
+
+    accelerator, model = tied({**WHOLE, "stage": stage, "checkpoint": {"save_dtype": dtype}})
+    gather = Lane.gather_master
+    gathers = count_gathers()
+    try:
+        accelerator.save_model(model, folder)
+        accelerator.save_model(model, folder, max_shard_size="8KB")
+    finally:
+        Lane.gather_master = gather  # type: ignore[method-assign]
+    again = Tied().to(getattr(torch, dtype or "float32"))
+    load_checkpoint_in_model(again, f"{folder}/model.safetensors.index.json", strict=False)
+    torch.manual_seed(3)
+    for name, value in Tied().to(getattr(torch, dtype or "float32")).state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    return gathers
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [(None, 3), ("bfloat16", 3), (None, 1), (None, 0)])
+def test_accelerates_files_are_written_in_place_by_all_ranks(
+    ranks: Any, tmp_path: Path, dtype: str | None, stage: int
+) -> None:
+    assert ranks(2)(save_in_pieces, str(tmp_path), dtype, stage) == [[], []]
+    names = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert names == {"model.safetensors", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    torch.manual_seed(3)
+    expected = Tied().state_dict()
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        own = expected[name] if name == "kept" or dtype is None else expected[name].bfloat16()  # a buffer keeps its own
+        assert torch.equal(value, own), name
+    assert not list(tmp_path.glob(".*"))
+
+
+class OneFails(DiskIO):
+    """A disk that is full for one rank."""
+
+    def write_at(self, file: BinaryIO, position: int, buffers: Sequence[Buffer]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fail_or_fall_back(folder: str, what: str) -> str:
+    import torch.distributed as dist
+    from ourshard.checkpoint import whole
+
+    accelerator, model = tied(WHOLE)
+    whole.VISIBLE_WITHIN = 0.1
+    if what == "not shared":
+        seen = whole._see
+        whole._see = lambda paths: dist.get_rank() == 0  # type: ignore[assignment]
+        accelerator.save_model(model, folder)
+        whole._see = seen
+        accelerator.wait_for_everyone()
+        return ""
+    (fill,) = (whole._fill,)
+    if dist.get_rank() == 1:
+        whole._fill = lambda *args: fill(*args[:-1], OneFails())  # type: ignore[assignment]
+    with pytest.raises((OSError, ValueError)) as error:
+        accelerator.save_model(model, folder)
+    whole._fill = fill
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["not shared", "full"])
+def test_a_folder_that_others_do_not_see_is_gathered_and_a_full_disk_leaves_the_files_before(
+    ranks: Any, tmp_path: Path, what: str
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"before")
+    told = ranks(2)(fail_or_fall_back, str(tmp_path), what)
+    if what == "full":
+        assert all("No space left on device" in error for error in told)
+        assert (tmp_path / "model.safetensors").read_bytes() == b"before"
+    else:
+        torch.manual_seed(3)
+        expected = Tied().state_dict()
+        for name, value in load_file(tmp_path / "model.safetensors").items():
+            assert torch.equal(value, expected[name]), name
+    assert not list(tmp_path.glob(".*"))
+
+
+def pretrained(kind: str, folder: str, shard: bool) -> list[str]:
+    import ourshard
+    from ourshard.runtime.lane import Lane
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes = {
+        "vocab_size": 101,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        model: Any = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=3))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    gather, gathers = Lane.gather_master, []
+    if shard:
+        ourshard.shard_model(model, WHOLE)
+        gathers = count_gathers()
+    try:
+        model.save_pretrained(folder, max_shard_size="10KB")
+    finally:
+        Lane.gather_master = gather  # type: ignore[method-assign]
+    return gathers
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_transformers_files_are_those_of_a_model_that_is_not_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
+    """Mixtral's experts are one tensor in the model and many in the file: there whole values are gathered."""
+    pretrained(kind, str(tmp_path / "alone"), shard=False)
+    for gathers in ranks(2)(pretrained, kind, str(tmp_path / "ours"), True, timeout=60):
+        assert bool(gathers) == (kind == "mixtral")
+    files = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == files
+    assert len(files) > 4
+    for name in files:
+        if name.endswith(".safetensors"):
+            ours, alone = load_file(tmp_path / "ours" / name), load_file(tmp_path / "alone" / name)
+            assert ours.keys() == alone.keys()
+            assert all(torch.equal(ours[key], value) for key, value in alone.items())
+        else:
+            assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes(), name
+
+
+def save_on_rank_0(folder: str) -> None:
+    import torch.distributed as dist
+
+    accelerator, model = tied({"stage": 1, "persist_below": 40})
+    if dist.get_rank() == 0:
+        accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+
+
+def test_rank_0_alone_saves_a_model_that_it_has_whole(ranks: Any, tmp_path: Path) -> None:
+    """CASES A08: of stage 2 and below, an export under `is_main_process` just works."""
+    ranks(2)(save_on_rank_0, str(tmp_path))
+    torch.manual_seed(3)
+    expected = Tied().state_dict()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert expected.keys() - saved.keys() == {"head.weight"}
+    assert all(torch.equal(value, expected[name]) for name, value in saved.items())
