@@ -92,12 +92,13 @@ def refused(root: str, what: str) -> tuple[str, bool]:
     if what == "swapped":
         source = Path(root) / f"node{1 - dist.get_rank()}" / "step"
     if what == "another save" and dist.get_rank() == 1:
-        source = own / "older"
+        shutil.rmtree(source)
+        (own / "older").rename(source)
     if what == "gone" and dist.get_rank() == 1:
         shutil.rmtree(source)
     dist.barrier()
     before = ourshard.full_state_dict(model)
-    with pytest.raises(ValueError, match=r"step|older") as error:
+    with pytest.raises(ValueError, match="step") as error:
         ourshard.load(model, optimizer, source)
     after = ourshard.full_state_dict(model)
     return str(error.value), all(bool((before[name] == after[name]).all()) for name in before)

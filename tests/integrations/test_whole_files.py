@@ -54,6 +54,7 @@ def save_in_pieces(folder: str, dtype: str | None, stage: int) -> list[str]:
     try:
         accelerator.save_model(model, folder)
         accelerator.save_model(model, folder, max_shard_size="8KB")
+        accelerator.wait_for_everyone()  # of a model that is whole everywhere, rank 0 alone writes
     finally:
         Lane.gather_master = gather  # type: ignore[method-assign]
     again = Tied().to(getattr(torch, dtype or "float32"))
