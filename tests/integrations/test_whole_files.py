@@ -173,20 +173,29 @@ def test_transformers_files_are_those_of_a_model_that_is_not_sharded(ranks: Any,
             assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes(), name
 
 
-def save_on_rank_0(folder: str) -> None:
+def save_on_rank_0(folder: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Train a step, as the weights come to all ranks after it; save on one; return the weights."""
     import torch.distributed as dist
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
 
-    accelerator, model = tied({"stage": 1, "persist_below": 40})
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 1, "persist_below": 40}))
+    model = Tied().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.arange(12)).float().square().mean())
+    optimizer.step()
     if dist.get_rank() == 0:
         accelerator.save_model(model, folder)
     accelerator.wait_for_everyone()
+    return accelerator.get_state_dict(model)
 
 
-def test_rank_0_alone_saves_a_model_that_it_has_whole(ranks: Any, tmp_path: Path) -> None:
-    """CASES A08: of stage 2 and below, an export under `is_main_process` just works."""
-    ranks(2)(save_on_rank_0, str(tmp_path))
-    torch.manual_seed(3)
-    expected = Tied().state_dict()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rank_0_alone_saves_a_model_that_it_has_whole(ranks: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    """CASES A08: of stage 2 and below, an export under `is_main_process` just works, with masters in fp32 too."""
+    expected = ranks(2)(save_on_rank_0, str(tmp_path), dtype)[0]
     saved = load_file(tmp_path / "model.safetensors")
     assert expected.keys() - saved.keys() == {"head.weight"}
     assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+    assert saved["body.weight"].dtype == dtype

@@ -77,7 +77,7 @@ def write(
     if engine is None:
         return False
     outlines = outline(model, dtype) if writes else {}
-    if is_here(model):
+    if is_here(model, dtype):
         plan = make_plan(outlines) if writes else Planned(Path(), ())
         if plan is not None and writes:
             dtypes = {name: tensor.dtype for name, tensor in outlines.items()}

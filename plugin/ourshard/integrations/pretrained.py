@@ -55,7 +55,7 @@ def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
 
 def _ending_together(model: nn.Module) -> AbstractContextManager[None]:
     """Return what lets all ranks go on when the files are there, or raise; the next line may read them."""
-    return nullcontext() if is_here(model) else together(engines_in(model)[0], f"{_LABEL}: files")
+    return nullcontext() if is_here(model, save_dtype(model)) else together(engines_in(model)[0], f"{_LABEL}: files")
 
 
 def _save_by_rows(save: Save, model: Any, arguments: dict[str, Any], writes: bool, dtype: torch.dtype | None) -> bool:
@@ -109,7 +109,7 @@ def _writers(model: nn.Module, arguments: dict[str, Any]) -> list[int]:
 
     Empty where nothing is gathered, so that this rank may be the only one that saves.
     """
-    if is_here(model):
+    if is_here(model, save_dtype(model)):
         return []
     asked = bool(arguments.get("is_main_process", True))
     host, path = os.environ.get("GROUP_RANK", "0"), str(Path(arguments["save_directory"]).absolute())
@@ -119,14 +119,14 @@ def _writers(model: nn.Module, arguments: dict[str, Any]) -> list[int]:
 
 def _is_among(writers: list[int], model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Return whether this rank writes."""
-    if is_here(model):
+    if is_here(model, save_dtype(model)):
         return bool(arguments.get("is_main_process", True))
     return engines_in(model)[0].control.rank in writers
 
 
 def _wait_for_files(model: nn.Module) -> None:
     """Return when the files are there, on every rank that helped to write them: the next line may read them."""
-    if not is_here(model):
+    if not is_here(model, save_dtype(model)):
         engines_in(model)[0].control.meet(f"{_LABEL}: files are written")
 
 

@@ -28,10 +28,10 @@ def engines_in(module: nn.Module) -> list[Engine]:
     return sorted(found, key=lambda engine: engine.order)
 
 
-def is_here(module: nn.Module) -> bool:
-    """Return whether this rank has all of `module` whole and exact: no communication is needed to save it."""
+def is_here(module: nn.Module, dtype: torch.dtype | None = None) -> bool:
+    """Return whether this rank has all of `module` whole, as `part_state` saves it: no communication is needed."""
     homes = _homes()
-    return all(_lane_is_here(homes[id(p)].lane) for p in module.parameters() if id(p) in homes)
+    return all(_lane_is_here(homes[id(p)].lane, dtype) for p in module.parameters() if id(p) in homes)
 
 
 @torch.no_grad()
@@ -55,11 +55,13 @@ def part_state(
     for _, value in entries:
         if id(value) in homes:
             wanted.setdefault(homes[id(value)].lane, {})[homes[id(value)].position] = None
-    for engine in sorted({lane.unit.engine for lane in wanted if not _lane_is_here(lane)}, key=lambda e: e.order):
+    for engine in sorted(
+        {lane.unit.engine for lane in wanted if not _lane_is_here(lane, dtype)}, key=lambda e: e.order
+    ):
         engine.control.agree(label)
     whole: dict[_Home, torch.Tensor] = {}
     for lane in sorted(wanted, key=lambda lane: (lane.unit.engine.order, lane.unit.index, lane.unit.lanes.index(lane))):
-        flat = None if _lane_is_here(lane) else lane.gather_master()
+        flat = None if _lane_is_here(lane, dtype) else lane.gather_master()
         for position in wanted[lane] if keep else ():
             found = _present(lane, position) if flat is None else lane.whole_view(flat, position)
             own = lane.parameters[position].dtype
@@ -86,7 +88,7 @@ def outline(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
 
 
 def present_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole parameters and persistent buffers of a module that `is_here`, where they are, as they are."""
+    """Return the whole parameters and persistent buffers of a module that `is_here`, where they are."""
     homes = _homes()
     entries = [(name, value, homes.get(id(value))) for name, value in persistent(module)]
     return {name: value if home is None else _present(*home) for name, value, home in entries}
@@ -110,10 +112,13 @@ def _homes() -> dict[int, _Home]:
     }
 
 
-def _lane_is_here(lane: Lane) -> bool:
+def _lane_is_here(lane: Lane, dtype: torch.dtype | None) -> bool:
     if lane.placement.whole:
         return True
-    return lane.placement.params is At.WHOLE and lane.aliased and lane.unit.whole and not lane.stale
+    # Masters that are rounded to the compute dtype are what is saved in that dtype.
+    exact = lane.aliased or {save_dtype(p.dtype, dtype) for p in lane.parameters} == {lane.compute_dtype}
+    shows = lane.unit.whole and not lane.stale and not lane.shows_coded
+    return lane.placement.params is At.WHOLE and exact and shows
 
 
 def _present(lane: Lane, position: int) -> torch.Tensor:
