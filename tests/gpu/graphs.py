@@ -130,7 +130,6 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     for enable in ("flash", "mem_efficient", "cudnn"):  # the attention that is left repeats its bits
         getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
-    graphs.TRIED = True
     tell_failures()
     bad = 0
     for options in configurations():

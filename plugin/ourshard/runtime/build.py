@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
-from ourshard.runtime import graphs
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.coded import can_code, weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
@@ -287,8 +286,6 @@ def _refuse_unsupported(engine: Engine) -> None:
     config, device = engine.config, engine.mesh.device
     _refuse_tiers(engine)
     _refuse_codecs(config)
-    if config.cuda_graph and device.type == "cuda" and not graphs.TRIED:
-        raise ValueError("cuda_graph: this version has not been tried on GPUs with it; leave it out.")
     if config.secondary_shard_size not in (None, engine.mesh.node.size):
         raise ValueError(f"secondary_shard_size: the mesh that was given has {engine.mesh.node.size} ranks in a node.")
     mesh, wanted = engine.mesh, config.communication.node_size

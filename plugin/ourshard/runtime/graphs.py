@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ourshard")
 
-TRIED = False  # on GPUs, by tests/gpu/graphs.py
 _LIVE: weakref.WeakSet[GraphedForward] = weakref.WeakSet()
 _PREFIX = "a forward with gradients, "
 
