@@ -111,9 +111,10 @@ def percent_off(found: Sequence[Run], variant: str, what: str) -> list[float]:
     return [100 * (run[what] / exact[run["seed"]] - 1) for run in found if run["variant"] == variant]
 
 
-def spread(values: Sequence[float]) -> float:
-    """Return the standard error of a mean; NaN of one value."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+def _mean(values: Sequence[float]) -> str:
+    """Return a mean in percent, with its standard error where there are several values."""
+    mean = f"{statistics.mean(values):+.2f}%"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
 def complete(found: Sequence[Run]) -> list[Run]:
@@ -143,8 +144,7 @@ def table(found: Sequence[Run]) -> str:
             continue
         off, held = percent_off(found, name, "last"), percent_off(found, name, "held_out_loss")
         each = ", ".join(f"{value:+.2f}%" for value in off)
-        means = [f"{statistics.mean(values):+.2f}% ± {spread(values):.2f}" for values in (off, held)]
-        lines.append(f"| {name} | {last:.4f} | {each} | {means[0]} | {means[1]} |")
+        lines.append(f"| {name} | {last:.4f} | {each} | {_mean(off)} | {_mean(held)} |")
     return "\n".join(lines)
 
 
