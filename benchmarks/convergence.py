@@ -133,7 +133,7 @@ def table(found: Sequence[Run]) -> str:
     names = list(dict.fromkeys(run["variant"] for run in found))
     seeds = list(dict.fromkeys(run["seed"] for run in found))
     lines = [
-        f"| variant, {len(seeds)} seeds ({', '.join(map(str, seeds))}) | loss, mean of the last {LAST} steps | off by, "
+        f"| variant, seeds {', '.join(map(str, seeds))} | loss, mean of the last {LAST} steps | off by, "
         "each seed | mean, its standard error | on held-out rows |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
