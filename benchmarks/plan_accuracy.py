@@ -33,8 +33,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ourshard1-nccl": {"stage": 1, "communication": {"transport": "nccl"}},
     "ourshard3-nccl": {"stage": 3, "communication": {"transport": "nccl"}},
     "ourshard3-keep": {"stage": 3, "reshard_after_forward": False},
-    "ourshard3-graph": {"stage": 3, "cuda_graph": True},
-    "ourshard1-graph": {"stage": 1, "cuda_graph": True},
     "ourshard-hybrid": {"stage": 3, "shard_size": 2},
     "ourshard3_offload_optimizer": {"stage": 3, "offload": {"optimizer": "cpu"}},
     "ourshard3_offload_half": {"stage": 3, "offload": {"optimizer": "cpu", "optimizer_ratio": 0.5}},
