@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ourshard.runtime import build
 from ourshard.runtime.api import clip_grad_norm_, full_state_dict, shard_model
 from ourshard.runtime.scaler import ShardGradScaler
 from torch import nn
@@ -57,7 +56,6 @@ def main() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    build._refuse_tiers = lambda engine: None
     bad = 0
     for fused in (True, False):
         for clip in (True, False):

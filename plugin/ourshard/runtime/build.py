@@ -324,8 +324,6 @@ def _refuse_codecs(config: ShardConfig) -> None:
 
 
 def _refuse_tiers(engine: Engine) -> None:
-    offload, device = engine.config.offload, engine.mesh.device
+    offload = engine.config.offload
     if offload.active and engine.config.stage == 0:
         raise ValueError("offload.optimizer: at stage 0 masters are whole on every rank; use stage 1, 2 or 3.")
-    if offload.optimizer is not Tier.NONE and device.type == "cuda" and engine.param_dtype is torch.float16:
-        raise ValueError("offload.optimizer: float16 with loss scaling is not available with it; use bfloat16.")
