@@ -41,6 +41,30 @@ class Routed(Block):
         return x
 
 
+class Overwriting(Block):
+    """A block that changes its input in place before it does anything else; the caller goes on with the changed one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 0.5
+        return super().forward(nn.functional.relu(x, inplace=True))
+
+
+class Residual(nn.Module):
+    """A linear layer, then blocks that change what is added to their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Overwriting() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + 0.2 * block(x)
+        return x
+
+
 class Odd(nn.Module):
     """Three blocks of one of these classes."""
 
@@ -75,6 +99,11 @@ def routed() -> nn.Module:
 def loss_with_those_kept(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     loss = square_loss(model, rows)
     return loss + sum(getattr(block, "loss", torch.zeros(())) for block in model.blocks)  # type: ignore[union-attr]
+
+
+def test_blocks_may_change_their_input_in_place(ranks):
+    task = Task(make=Residual, loss=square_loss, optimizer=sgd, accumulate=2)
+    compare(ranks(2), task, TOY, reference(task, 2))
 
 
 @pytest.mark.parametrize("make", [kept, added, routed])

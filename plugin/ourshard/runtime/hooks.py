@@ -9,6 +9,9 @@ Note [Boundaries]
   unit's forward made, and autograd runs the ready node that was made last, so when it runs, no node inside of the
   unit is left, also not on a path to inputs that hide in objects (a cache of keys and values). A unit without
   such inputs is finished at the end of backward.
+* Inputs that the unit changes in place: torch refuses that for what a function returned as it came, since the
+  gradient would leave by the changed tensor's own history, past the function's backward. It may pass here: the
+  gradient is right without the boundary, and the unit is finished at the end of backward. So the mark is taken off.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
     from ourshard.runtime.unit import Call, Unit
 
+_CreationMeta = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
+_allow_writes = torch._C._autograd._set_creation_meta  # type: ignore[attr-defined]
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module)
 
 
@@ -181,6 +186,8 @@ class UnitHooks:
         if not found:
             return None  # no boundary: the call counts as open until the end of its backward
         fresh = _InputBoundary.apply(unit, call, *found)
+        for tensor in fresh:
+            _allow_writes(tensor, _CreationMeta.DEFAULT)
         renamed = {id(old): new for old, new in zip(found, fresh, strict=True)}
         return replace_inputs(args, renamed), replace_inputs(kwargs, renamed)
 
