@@ -2,14 +2,13 @@
 
 YAML (`ourshard_config:`), environment, keyword arguments and the flags of FSDP and DeepSpeed all end
 as one frozen `ShardConfig`. A value is checked when the object is built; what cannot work raises
-`ValueError` with the key, the value and what to do. This module imports nothing but the standard library,
-so that launchers can read a config without importing torch.
+`ValueError` with the key, the value and what to do. It stands on the standard library
+alone, so that launchers can read a config without importing torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import types
 import typing
@@ -17,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from ourshard.values import build, convert, nearest, to_plain
 
 
 class WrapPolicy(str, Enum):
@@ -308,6 +309,10 @@ class ShardConfig:
         others = {
             "offload": (self.offload.active, "copies to and from the host follow what the host does meanwhile"),
             "communication": (self.communication.active, "codecs choose on the host, step by step"),
+            "communication.two_hop_gathers": (
+                self.communication.two_hop_gathers,
+                "gathers of two groups in one graph have not been tried on GPUs",
+            ),
             "secondary_shard_size": (self.secondary_shard_size is not None, "what it has is followed on the host"),
             "shard_optimizer_over": (self.shard_optimizer_over == "all", "waiting sums are followed on the host"),
             "activation_checkpointing": (
@@ -342,19 +347,19 @@ class ShardConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardConfig:
         """Build from nested mappings, as YAML gives them. Raises `ValueError` on unknown keys and wrong types."""
-        config: ShardConfig = _build(cls, values, "")
+        config: ShardConfig = build(cls, values, "")
         return config
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested values that `from_dict` takes back to an equal object."""
-        result: dict[str, Any] = _plain(self)
+        result: dict[str, Any] = to_plain(self)
         return result
 
     def replace(self, **changes: Any) -> ShardConfig:
         """Return a copy with top-level fields changed; nested sections may be mappings that change some keys."""
         merged = self.to_dict()
         for key, value in changes.items():
-            change = _plain(value)
+            change = to_plain(value)
             if isinstance(change, dict) and isinstance(merged.get(key), dict):
                 merged[key] = {**merged[key], **change}
             else:
@@ -389,123 +394,4 @@ def plain_value(key: str, value: Any) -> Any:
         raise ValueError(f"{key}: expected keys and values, got {value!r}. Its keys: {inner}." if inner else unknown)
     if key.endswith("_dtype"):
         return dtype_name(value, key)
-    return _plain(_convert(hints[key], value, key))
-
-
-def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn nested mappings into dotted keys; keys that are dotted already stay so."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update({f"{key}.{inner}": item for inner, item in flatten(value).items()})
-        else:
-            flat[str(key)] = value
-    return flat
-
-
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn dotted keys back into nested dictionaries."""
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *parents, leaf = key.split(".")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = value
-    return nested
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def nearest(name: str, names: typing.Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest of `names`, or all of them when none is close."""
-    known = list(names)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    close = close or [longer for longer in known if len(name) > 3 and name.lower() in longer.lower()]
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
-
-
-def _build(cls: type, values: Any, prefix: str) -> Any:
-    if isinstance(values, cls):
-        return values
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.') or 'ourshard_config'}: expected keys and values, got {values!r}.")
-    hints = typing.get_type_hints(cls)
-    unknown = [key for key in values if key not in hints]
-    if unknown:
-        key = str(unknown[0])
-        raise ValueError(f"Unknown key {prefix + key!r} in the ourshard config.{nearest(key, hints)}")
-    return cls(**{key: _convert(hints[key], value, prefix + key) for key, value in values.items()})
-
-
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    """Convert `value` to the annotated type, or raise `ValueError` with the key."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        options = typing.get_args(hint)
-        if value is None and type(None) in options:
-            return None
-        for option in (o for o in options if o is not type(None)):
-            try:
-                return _convert(option, value, key)
-            except ValueError as error:
-                last = error
-        raise last
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, key + ".")  # type: ignore[arg-type]
-    if typing.get_origin(hint) is tuple:
-        value = () if value is None else value
-        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
-        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
-            raise ValueError(f"{key}: expected a list of names, got {value!r}.")
-        return tuple(items)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _convert_enum(hint, value, key)
-    return _convert_scalar(hint, value, key)
-
-
-def _convert_enum(hint: type[Enum], value: Any, key: str) -> Enum:
-    if isinstance(value, hint):
-        return value
-    text = "none" if value is None else str(value).lower()
-    known = [str(member.value) for member in hint]
-    if text not in known:
-        raise ValueError(f"{key}: {value!r} is not one of {', '.join(known)}.")
-    return hint(text)
-
-
-def _convert_scalar(hint: Any, value: Any, key: str) -> Any:
-    if hint is str:
-        if isinstance(value, (bool, int, float, Mapping, list)):
-            raise ValueError(f"{key}: expected text, got {value!r}.")
-        return str(value)
-    if isinstance(value, str):
-        value = _parse_scalar(value)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
-        return int(value)
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(hint, str(hint))
-    raise ValueError(f"{key}: expected {wanted}, got {value!r}.")
-
-
-def _parse_scalar(text: str) -> Any:
-    """Read a scalar given as text (environment variables and flags give all values so)."""
-    lowered = text.strip().lower()
-    if lowered in ("true", "false"):
-        return lowered == "true"
-    for kind in (int, float):
-        try:
-            return kind(lowered)
-        except ValueError:
-            continue
-    return text
+    return to_plain(convert(hints[key], value, key))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ourshard.config import ShardConfig, config_keys, flatten, unflatten
+from ourshard.config import ShardConfig, config_keys
 from ourshard.runtime.api import engine_of, shard_model
+from ourshard.values import flatten, unflatten
 
 from tests.commands import ROOT
 from tests.integrations.tiny import FEATURES, tiny

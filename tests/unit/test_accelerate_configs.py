@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ourshard.config import flatten
 from ourshard.flags.sources import load, read_document
+from ourshard.values import flatten
 
 from tests.commands import ROOT
 from tests.ranks.nets import llama, token_loss, tokens

@@ -9,9 +9,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from ourshard.config import ShardConfig, flatten
+from ourshard.config import ShardConfig
 from ourshard.flags.fsdp import STRATEGIES, from_fsdp, to_fsdp
 from ourshard.flags.sources import load, read_document
+from ourshard.values import flatten
 
 FILES = Path(__file__).parent / "flag_files"
 

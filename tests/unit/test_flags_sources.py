@@ -12,11 +12,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from ourshard.config import ShardConfig, config_keys, flatten, plain_value, unflatten
+from ourshard.config import ShardConfig, config_keys, plain_value
 from ourshard.flags import sources
 from ourshard.flags.native import KEYS, dump
 from ourshard.flags.result import from_values, merge
 from ourshard.flags.sources import for_environment, from_environment, from_text, read, resolve, variables
+from ourshard.values import flatten, unflatten
 
 from tests.commands import ROOT
 

@@ -254,6 +254,7 @@ def test_the_forward_of_a_model_keeps_its_signature() -> None:
     [
         {"offload": {"optimizer": "cpu"}},
         {"communication": {"gradients": "int8"}},
+        {"communication": {"two_hop_gathers": True, "node_size": 2}},
         {"secondary_shard_size": 2},
         {"shard_optimizer_over": "all"},
         {"activation_checkpointing": True},

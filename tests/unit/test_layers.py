@@ -17,13 +17,14 @@ from tests.commands import ROOT, clean_environment
 SOURCES = {"ourshard": ROOT / "plugin" / "ourshard", "ourshard.trainer_callbacks": ROOT / "trainer_callbacks"}
 
 # A module belongs to the longest prefix that matches it, and may import its own layer and the ones listed.
-_CONFIG = ("ourshard.config",)
+_CONFIG = ("ourshard.config", "ourshard.values")
 _LAYOUT = (*_CONFIG, "ourshard.runtime.layout", "ourshard.runtime.lane_search", "ourshard.runtime.boxes")
 _RUNTIME = (*_LAYOUT, "ourshard.runtime")
 _BELOW_INTEGRATIONS = (*_RUNTIME, "ourshard.offload", "ourshard.checkpoint", "ourshard.flags", "ourshard.planning")
 LAYERS: dict[str, tuple[str, ...]] = {
     "ourshard": (),  # the package itself loads names on first use, by text
-    "ourshard.config": (),
+    "ourshard.values": (),
+    "ourshard.config": ("ourshard.values",),
     "ourshard.runtime.layout": _LAYOUT,
     "ourshard.runtime.lane_search": _LAYOUT,
     "ourshard.runtime.boxes": _LAYOUT,
@@ -38,7 +39,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ourshard.trainer_callbacks": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
 }
 # These are read by launchers and by planners of other machines' jobs: the standard library is all they need.
-PURE = ("ourshard.config", "ourshard.runtime.layout", "ourshard.runtime.lane_search", "ourshard.runtime.boxes")
+PURE = (
+    "ourshard.values",
+    "ourshard.config",
+    "ourshard.runtime.layout",
+    "ourshard.runtime.lane_search",
+    "ourshard.runtime.boxes",
+)
 # Imported on first use on a CUDA device, where torch brings Triton; a CPU build of torch does not.
 NEED_TRITON = ("ourshard.runtime.codec_triton", "ourshard.runtime.codec_kernels")
 # The engine stands on torch.distributed alone.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ourshard.config import nearest
+from ourshard.values import nearest
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ourshard.config import ShardConfig, flatten
+from ourshard.config import ShardConfig
 from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, ZERO
 from ourshard.flags.fsdp import unsayable
 from ourshard.flags.language import Language, normalise
 from ourshard.flags.result import FlagResult, disagreement, merge
+from ourshard.values import flatten
 
 DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ourshard.config import nearest
 from ourshard.flags.language import Flag, Kind, Outcome, idle, mapped, refused
+from ourshard.values import nearest
 
 BOOL, INT, FLOAT, TEXT, NAMES, ANY = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.TEXT, Kind.NAMES, Kind.ANY
 

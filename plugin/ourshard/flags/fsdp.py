@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ourshard.config import CheckpointFormat, ShardConfig, flatten, nearest
+from ourshard.config import CheckpointFormat, ShardConfig
 from ourshard.flags.language import Flag, Kind, Language, Outcome, idle, mapped, normalise, refused
 from ourshard.flags.parallelism import PARALLELISM
 from ourshard.flags.result import FlagResult, merge
+from ourshard.values import flatten, nearest
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {  # in the order of torch's enum, whose numbers start at 1
     "FULL_SHARD": {"stage": 3, "reshard_after_forward": True},

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ourshard.config import nearest
 from ourshard.flags.result import FlagResult, build, disagreement
+from ourshard.values import nearest
 
 
 class Verdict(str, Enum):

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ourshard.config import ShardConfig, config_keys, flatten, plain_value, unflatten
+from ourshard.config import ShardConfig, config_keys, plain_value
+from ourshard.values import flatten, unflatten
 
 RUN = "run."  # prefix of the dotted keys that end in `RunSettings`
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
-from ourshard.config import ShardConfig, config_keys, flatten, nearest, unflatten
+from ourshard.config import ShardConfig, config_keys
 from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed
 from ourshard.flags.fsdp import FSDP, from_fsdp
 from ourshard.flags.result import RUN, FlagResult, from_values, merge
+from ourshard.values import flatten, nearest, unflatten
 
 PREFIX = "OURSHARD_"
 CONFIG_VARIABLE = "OURSHARD_CONFIG"  # JSON, the short form, or the path of a file

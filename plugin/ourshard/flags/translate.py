@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ourshard.config import unflatten
 from ourshard.flags import native
 from ourshard.flags.deepspeed import to_deepspeed
 from ourshard.flags.fsdp import FSDP, to_fsdp
 from ourshard.flags.result import RUN, FlagResult
 from ourshard.flags.sources import SECTIONS, load, read_document
+from ourshard.values import unflatten
 
 FORMS = ("native", "fsdp", "deepspeed")
 # Sections that the translation replaces; `parallelism_config` is where FSDP2 says hybrid shard.

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ourshard.config import ShardConfig, flatten
+from ourshard.config import ShardConfig
 from ourshard.flags.result import RUN, disagreement
 from ourshard.flags.sources import from_environment
+from ourshard.values import flatten
 
 if TYPE_CHECKING:
     from torch import nn

@@ -11,7 +11,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from ourshard.config import ShardConfig, flatten
+from ourshard.config import ShardConfig
 from ourshard.flags.result import from_values
 from ourshard.flags.sources import resolve
 from ourshard.flags.translate import compose
@@ -19,6 +19,7 @@ from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
 from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, offloaded, scaling
 from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
+from ourshard.values import flatten
 
 _HELP = """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ourshard.config import nearest
+from ourshard.values import nearest
 
 Span = tuple[float, float]  # worst, best
 

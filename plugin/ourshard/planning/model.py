@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ourshard.config import nearest
+from ourshard.values import nearest
 
 
 @dataclass(frozen=True, slots=True)

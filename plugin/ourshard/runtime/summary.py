@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ourshard.config import Accumulate, Codec, ShardConfig, Tier, flatten
+from ourshard.config import Accumulate, Codec, ShardConfig, Tier
 from ourshard.runtime.coded_gradients import in_two_hops
 from ourshard.runtime.divided import divides_masters, effective_stage
 from ourshard.runtime.mesh import first_hop, local_size
 from ourshard.runtime.placement import At
+from ourshard.values import flatten
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine

@@ -1,0 +1,132 @@
+"""Values from YAML, environment and flags, to and from frozen dataclasses; wrong ones are named by their dotted key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn nested mappings into dotted keys; keys that are dotted already stay so."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{inner}": item for inner, item in flatten(value).items()})
+        else:
+            flat[str(key)] = value
+    return flat
+
+
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted keys back into nested dictionaries."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        place = nested
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[leaf] = value
+    return nested
+
+
+def to_plain(value: Any) -> Any:
+    """Turn dataclasses, enums and tuples into dictionaries, their values and lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def nearest(name: str, names: typing.Iterable[str]) -> str:
+    """Return ` Did you mean 'x'?` for the closest of `names`, or all of them when none is close."""
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = close or [longer for longer in known if len(name) > 3 and name.lower() in longer.lower()]
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+
+
+def build(cls: type, values: Any, prefix: str) -> Any:
+    """Build a dataclass from nested mappings; `prefix` is its dotted place, for errors (`ValueError`)."""
+    if isinstance(values, cls):
+        return values
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{prefix.rstrip('.') or 'ourshard_config'}: expected keys and values, got {values!r}.")
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        key = str(unknown[0])
+        raise ValueError(f"Unknown key {prefix + key!r} in the ourshard config.{nearest(key, hints)}")
+    return cls(**{key: convert(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def convert(hint: Any, value: Any, key: str) -> Any:
+    """Convert `value` to the annotated type, or raise `ValueError` with the key."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        for option in (o for o in options if o is not type(None)):
+            try:
+                return convert(option, value, key)
+            except ValueError as error:
+                last = error
+        raise last
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, key + ".")  # type: ignore[arg-type]
+    if typing.get_origin(hint) is tuple:
+        value = () if value is None else value
+        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+            raise ValueError(f"{key}: expected a list of names, got {value!r}.")
+        return tuple(items)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _convert_enum(hint, value, key)
+    return _convert_scalar(hint, value, key)
+
+
+def _convert_enum(hint: type[Enum], value: Any, key: str) -> Enum:
+    if isinstance(value, hint):
+        return value
+    text = "none" if value is None else str(value).lower()
+    known = [str(member.value) for member in hint]
+    if text not in known:
+        raise ValueError(f"{key}: {value!r} is not one of {', '.join(known)}.")
+    return hint(text)
+
+
+def _convert_scalar(hint: Any, value: Any, key: str) -> Any:
+    if hint is str:
+        if isinstance(value, (bool, int, float, Mapping, list)):
+            raise ValueError(f"{key}: expected text, got {value!r}.")
+        return str(value)
+    if isinstance(value, str):
+        value = _parse_scalar(value)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+        return int(value)
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(hint, str(hint))
+    raise ValueError(f"{key}: expected {wanted}, got {value!r}.")
+
+
+def _parse_scalar(text: str) -> Any:
+    """Read a scalar given as text (environment variables and flags give all values so)."""
+    lowered = text.strip().lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    for kind in (int, float):
+        try:
+            return kind(lowered)
+        except ValueError:
+            continue
+    return text
