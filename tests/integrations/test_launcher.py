@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import select
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -18,7 +23,7 @@ from ourshard.integrations import launcher
 from ourshard.integrations.plugin import ShardPlugin
 from typer.testing import CliRunner
 
-from tests.commands import ROOT, free_port, launch, run_cli
+from tests.commands import ROOT, clean_environment, free_port, launch, run_cli
 
 WHO = """
 import json, os
@@ -161,6 +166,32 @@ def test_accelerate_env_and_config_update_take_our_file(config_file):
     assert "ourshard_config: {'stage': 2}" in shown
     run_cli([accelerate, "config", "update", "--config_file", path])
     assert yaml.safe_load(path.read_text())["ourshard_config"] == {"stage": 2}
+
+
+def take_defaults(command: list[str]) -> str:
+    """Run a command on a terminal and press return whenever it is silent; return what it printed."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, {**clean_environment(), "TERM": "xterm"})
+    said, end = b"", time.monotonic() + 100
+    with contextlib.suppress(OSError):  # the terminal is gone once the command has ended
+        while time.monotonic() < end:
+            if select.select([terminal], [], [], 1.0)[0]:
+                said += os.read(terminal, 4096)
+            else:
+                os.write(terminal, b"\r")
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == 0, said
+    return said.decode(errors="replace")
+
+
+@pytest.mark.slow
+def test_the_questions_of_accelerate_config_are_asked_as_ever(tmp_path):
+    path = tmp_path / "answers.yaml"
+    accelerate = str(Path(sys.executable).with_name("accelerate"))
+    assert "configuration saved" in take_defaults([accelerate, "config", "--config_file", str(path)])
+    assert yaml.safe_load(path.read_text())["distributed_type"] == "NO"
+    assert "ourshard" not in path.read_text()
 
 
 def arguments(**changes: object) -> Namespace:

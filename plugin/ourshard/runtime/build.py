@@ -295,7 +295,12 @@ def _refuse_unsupported(engine: Engine) -> None:
         raise ValueError("checkpoint.asynchronous: format full is gathered and written at once; use sharded, or false.")
     if config.checkpoint.keep is not None and config.checkpoint.format is CheckpointFormat.FULL:
         raise ValueError("checkpoint.keep: checkpoints of format full are not counted; use sharded, or leave it out.")
-    if device.type == "cuda" and engine.param_dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+    refuse_dtype(device, engine.param_dtype)
+
+
+def refuse_dtype(device: torch.device, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype to compute in that the device can't do."""
+    if device.type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise ValueError(f"precision.param_dtype: {device} can't compute in bfloat16; use float16 or float32.")
 
 
