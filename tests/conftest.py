@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
         if item.get_closest_marker("gpu") and missing_gpu:
             item.add_marker(pytest.mark.skip(reason=missing_gpu))
+
+
+@pytest.fixture(autouse=True)
+def loud() -> Iterator[None]:
+    """Put back the level of our logger: what a test silenced, the next one may want to hear."""
+    ours = logging.getLogger("ourshard")
+    before = ours.level
+    yield
+    ours.setLevel(before)
 
 
 def _why_no_gpu() -> str | None:
