@@ -29,12 +29,12 @@ import torch.distributed as dist
 from ourshard.config import ShardConfig
 from ourshard.runtime import codec as codecs
 from ourshard.runtime import codec_torch
-from ourshard.runtime.api import clip_grad_norm_, engine_of, full_state_dict, shard_model
+from ourshard.runtime.api import engine_of, full_state_dict, shard_model
 from ourshard.runtime.mesh import Axis, Mesh, build_mesh
 from ourshard.runtime.secondary import SecondaryShard
-from parity import batch, build, poison
+from parity import LR, build, on_all_ranks, tell, train_poisoned
 
-STEPS, ACCUMULATE, LR = 4, 2, 1e-3
+STEPS, ACCUMULATE = 4, 2
 NEAR = 2 * STEPS * LR  # Adam's steps, each the other way: where a gradient is near zero a codec may turn its sign
 Options = dict[str, Any]
 
@@ -98,22 +98,7 @@ def train(options: Options, device: torch.device, *, reference: bool = False) ->
         shard_model(model, config, mesh=mesh_of(options, device))
         engine = engine_of(model)
         assert engine is not None
-        poison(engine)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-6)
-        losses = []
-        for step in range(STEPS):
-            total = torch.zeros((), device=device)
-            for index in range(ACCUMULATE):
-                ids = batch(step * ACCUMULATE + index, device).chunk(dist.get_world_size())[dist.get_rank()]
-                with contextlib.nullcontext() if index == ACCUMULATE - 1 else engine.no_sync():
-                    loss = model(input_ids=ids, labels=ids).loss / ACCUMULATE
-                    loss.backward()
-                total += loss.detach().float()
-            clip_grad_norm_(model, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.all_reduce(total)
-            losses.append(total.item() / dist.get_world_size())
+        losses = train_poisoned(model, engine, device, STEPS, ACCUMULATE)
         chosen = engine.config.communication
         return Run(losses, full_state_dict(model), engine.chosen, f"{chosen.weights.value} {chosen.gradients.value}")
 
@@ -167,12 +152,6 @@ BOTH_2_NODES = "int8 both, 2 nodes"
 OVER_ALL: Options = {"shard_optimizer_over": "all"}
 
 
-def on_all_ranks(good: bool, device: torch.device) -> bool:
-    told = torch.tensor(float(good), device=device)
-    dist.all_reduce(told, dist.ReduceOp.MIN)
-    return bool(told.item())
-
-
 def check(name: str, run: Run, exact: Run, again: Run, twin: Run | None) -> tuple[bool, str]:
     """Say whether a run is right, and what was found."""
     losses, weights = run.apart(exact)
@@ -201,11 +180,6 @@ def check_auto(device: torch.device) -> tuple[bool, str]:
     fast = reach_each_other()
     wanted = "none none" if fast else "int8 int8"
     return run.codec == wanted, f"{'fast' if fast else 'slow'} links: chose {run.codec} ({run.chosen})"
-
-
-def tell(good: bool, name: str, text: str) -> None:
-    if dist.get_rank() == 0:
-        print(f"{'ok ' if good else 'BAD'} {name}: {text}", flush=True)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ourshard.runtime.api import engine_of, full_state_dict, shard_model
-from parity import batch, build, poison
+from parity import batch, build, on_all_ranks, poison, tell
 from transformers.optimization import Adafactor
 
 STEPS = 4
@@ -86,12 +86,9 @@ def main() -> None:
     for name, (make, tolerance) in OPTIMIZERS.items():
         for config in configs:
             worst, alone, together = apart(make, config, device)
-            told = torch.tensor(float(worst < tolerance), device=device)
-            dist.all_reduce(told, dist.ReduceOp.MIN)
-            bad += not told.item()
-            if rank == 0:
-                times = f"{together:.1f} ms a step, {alone:.1f} in one process"
-                print(f"{'ok ' if told.item() else 'BAD'} {name} {config}: {worst:.1e}, {times}", flush=True)
+            good = on_all_ranks(worst < tolerance, device)
+            bad += not good
+            tell(good, f"{name} {config}", f"{worst:.1e}, {together:.1f} ms a step, {alone:.1f} in one process")
     dist.destroy_process_group()
     sys.exit(bad > 0)
 

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS = 6
+LR = 1e-3
 
 
 def build(device: torch.device) -> LlamaForCausalLM:
@@ -52,7 +53,7 @@ def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tupl
     """Train in one process: compute in `dtype` with fp32 masters."""
     masters = build(device)
     model = build(device).to(dtype)
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=LR, eps=1e-6)
     losses = []
     for step in range(STEPS):
         total = 0.0
@@ -75,6 +76,40 @@ def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tupl
     return masters.state_dict(), losses
 
 
+def train_poisoned(model: Any, engine: Any, device: torch.device, steps: int, accumulate: int) -> list[float]:
+    """Train on this rank's part of each batch, with slots poisoned; return the losses, means over ranks."""
+    poison(engine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-6)
+    losses = []
+    for step in range(steps):
+        total = torch.zeros((), device=device)
+        for index in range(accumulate):
+            ids = batch(step * accumulate + index, device).chunk(dist.get_world_size())[dist.get_rank()]
+            with contextlib.nullcontext() if index == accumulate - 1 else engine.no_sync():
+                loss = model(input_ids=ids, labels=ids).loss / accumulate
+                loss.backward()
+            total += loss.detach().float()
+        clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def on_all_ranks(good: bool, device: torch.device) -> bool:
+    """Say whether every rank found it good. Collective."""
+    told = torch.tensor(float(good), device=device)
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return bool(told.item())
+
+
+def tell(good: bool, name: str, text: str) -> None:
+    """Print the line of a case, on rank 0."""
+    if dist.get_rank() == 0:
+        print(f"{'ok ' if good else 'BAD'} {name}: {text}", flush=True)
+
+
 def sharded(
     accumulate: int, device: torch.device, options: dict[str, Any]
 ) -> tuple[dict[str, torch.Tensor], list[float], str]:
@@ -91,22 +126,7 @@ def sharded(
     peer._sizes = sizes
     engine = engine_of(model)
     assert engine is not None
-    poison(engine)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    losses = []
-    for step in range(STEPS):
-        total = torch.zeros((), device=device)
-        for index in range(accumulate):
-            ids = batch(step * accumulate + index, device).chunk(dist.get_world_size())[dist.get_rank()]
-            with contextlib.nullcontext() if index == accumulate - 1 else engine.no_sync():
-                loss = model(input_ids=ids, labels=ids).loss / accumulate
-                loss.backward()
-            total += loss.detach().float()
-        clip_grad_norm_(model, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
+    losses = train_poisoned(model, engine, device, STEPS, accumulate)
     return full_state_dict(model), losses, engine.without_peers
 
 

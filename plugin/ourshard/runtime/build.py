@@ -220,11 +220,8 @@ def _refuse_common_memory(parameters: list[Parameter]) -> None:
         tensor = parameter.tensor
         if tensor.numel() and not tensor.is_meta and source_of(tensor) is None and tensor.layout is torch.strided:
             span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            start, is_dense = (
-                tensor.data_ptr(),
-                span == tensor.numel(),
-            )  # columns of one matrix are not, nor do they tie
-            if is_dense:
+            if span == tensor.numel():  # columns of one matrix leave gaps, and tie nothing
+                start = tensor.data_ptr()
                 spans.append((str(tensor.device), start, start + span * tensor.element_size(), parameter.name))
     spans.sort()
     for (device, _, stop, name), (other_device, start, _, other) in itertools.pairwise(spans):
