@@ -5,21 +5,28 @@ python benchmarks/checkpoint.py [--engines ours-async dcp] [--gpus 2] [--hidden 
 Engines: ours, ours-async, dcp, dcp-async (FSDP2 with torch's distributed checkpoint), deepspeed (ZeRO-3, whose
 `save_checkpoint` has no background). Those that are not installed are skipped by name. A stack of linear layers with
 Adam, of hidden^2 * layers parameters, fully sharded in fp32, in processes of its own for each engine. It saves twice,
-since buffers are made at the first; one JSON line comes of rank 0, with the slower rank's times. `stopped_s`: inside
+since buffers are made at the first. What is going on is told on lines with a #; a JSON line comes of rank 0 after each
+save, with the slower rank's times, so that an engine that does not end in time has told its first. `stopped_s`: inside
 the save's call, with the device idle before; `step_during_s`: the mean step while a background save was written,
 beside `step_s` with none; `host_peak_mib`: the peak of a rank's resident memory above what it had before the first
-save.
+save; `pinned_mib`: how much of ours the driver has pinned. The folder is on /tmp, or in memory (/dev/shm) where that
+disk would take more than half of `--timeout` to write the files.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import faulthandler
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +39,8 @@ from torch import nn
 
 ENGINES = ("ours-async", "ours", "dcp-async", "dcp", "deepspeed")
 LR = 1e-4
+SAVES = 2
+BYTES = 12  # for a parameter in fp32 with Adam
 Finish = Callable[[], Any]
 
 
@@ -41,29 +50,66 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=2, help="ranks; without a GPU as many processes on the CPU")
     parser.add_argument("--hidden", type=int, default=4096 if torch.cuda.is_available() else 256)
     parser.add_argument("--layers", type=int, default=60 if torch.cuda.is_available() else 8)
-    parser.add_argument("--folder", default="/tmp/ourshard_checkpoint_benchmark")
+    parser.add_argument("--folder", help="where to write; by default chosen by what the disk does")
     parser.add_argument("--timeout", type=int, default=120, help="seconds for one engine")
     return parser.parse_args()
 
 
-def launch(engine: str, args: argparse.Namespace) -> None:
-    """Run one engine in processes of its own; print its line, or why there is none."""
+def say(text: str) -> None:
+    print(f"# {text}", flush=True)
+
+
+def choose_folder(args: argparse.Namespace) -> str:
+    """Return the folder that was asked for, or one on a disk that ends in time."""
+    for root in [args.folder] if args.folder else ["/tmp", "/dev/shm"]:
+        rate = write_rate(root)
+        seconds = SAVES * BYTES * args.hidden**2 * args.layers / rate
+        free = shutil.disk_usage(root).free
+        say(f"{root}: {rate / 1e9:.2f} GB/s, flushed; {free / 1e9:.0f} GB free; {SAVES} saves take {seconds:.0f} s")
+        if seconds < args.timeout / 2:
+            break
+    return os.path.join(root, "ourshard_checkpoint_benchmark")
+
+
+def write_rate(root: str) -> float:
+    """Write 512 MiB and flush them; return bytes a second."""
+    os.makedirs(root, exist_ok=True)
+    block = os.urandom(1 << 20) * 64
+    with tempfile.TemporaryFile(dir=root) as file:
+        start = time.perf_counter()
+        for _ in range(8):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return 8 * len(block) / (time.perf_counter() - start)
+
+
+def launch(engine: str, args: argparse.Namespace, folder: str) -> None:
+    """Run one engine in processes of its own; print its lines as they come, and its last words where it fails."""
     if engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        print(f"skipped {engine}: it is not installed", flush=True)
+        say(f"skipped {engine}: it is not installed")
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}", __file__]
     command += ["--engines", engine, "--hidden", str(args.hidden), "--layers", str(args.layers)]
-    command += ["--folder", args.folder]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        told, _ = process.communicate(timeout=args.timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its ranks
-        process.wait()
-        print(f"{engine}: no result within {args.timeout} s", flush=True)
-        return
-    lines = [line for line in told.splitlines() if line.startswith('{"engine"')]
-    print("\n".join(lines) if lines else f"{engine} failed:\n{told[-3000:]}", flush=True)
+    command += ["--folder", folder, "--timeout", str(args.timeout)]
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    guard = threading.Timer(args.timeout, lambda: os.killpg(process.pid, signal.SIGKILL))
+    guard.start()
+    last: collections.deque[str] = collections.deque(maxlen=150)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(('{"engine"', "# ")):
+            print(line, end="", flush=True)
+        else:
+            last.append(line)
+    code = process.wait()
+    guard.cancel()
+    if code:
+        print(f"{engine} failed with {code} after {time.perf_counter() - start:.0f} s:\n{''.join(last)}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def shard(engine: str, model: nn.Sequential) -> Any:
@@ -180,26 +226,39 @@ def slowest(times: dict[str, float]) -> dict[str, float]:
 
 
 def measure(engine: str, args: argparse.Namespace) -> None:
-    """Be one rank of one engine; rank 0 prints the line."""
+    """Be one rank of one engine; rank 0 prints the lines."""
+    faulthandler.dump_traceback_later(max(5, args.timeout - 10), exit=True)
+    lead = os.environ["RANK"] == "0"
     root = Path(args.folder)
+    start = time.perf_counter()
     run = Run(engine, args)
-    if dist.get_rank() == 0:
-        shutil.rmtree(root, ignore_errors=True)
-        root.mkdir(parents=True)
     for _ in range(3):
         run.step()
-    dist.barrier()
+    if lead:
+        say(f"{engine}: trains after {time.perf_counter() - start:.1f} s")
     before = reset_peak()
-    first, second = (slowest(run.save(str(root / f"step-{number}"))) for number in (1, 2))
-    memory = slowest({"host_peak_mib": peak() - before})
-    if dist.get_rank() == 0:
-        nbytes = sum(path.stat().st_size for path in (root / "step-2").rglob("*") if path.is_file())
-        device = torch.cuda.get_device_name() if run.cuda else "cpu"
-        row = {"engine": engine, "device": device, "ranks": dist.get_world_size()}
-        row |= {"parameters": args.hidden**2 * args.layers, "nbytes": nbytes, **memory, "first": first, **second}
-        print(json.dumps(row), flush=True)
-        shutil.rmtree(root)
+    for number in range(SAVES):
+        if lead:
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True)
+        dist.barrier()
+        told = slowest(run.save(str(root / f"step-{number}")) | {"host_peak_mib": peak() - before} | pinned(engine))
+        if lead:
+            nbytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+            device = torch.cuda.get_device_name() if run.cuda else "cpu"
+            row = {"engine": engine, "save": number + 1, "device": device, "ranks": dist.get_world_size()}
+            row |= {"parameters": args.hidden**2 * args.layers, "nbytes": nbytes, "root": str(root.parent), **told}
+            print(json.dumps(row), flush=True)
     dist.destroy_process_group()
+
+
+def pinned(engine: str) -> dict[str, float]:
+    """Return how much host memory our background saves have pinned."""
+    if engine != "ours-async":
+        return {}
+    from ourshard.checkpoint.background import BACKGROUND
+
+    return {"pinned_mib": BACKGROUND.staging.pinned_nbytes / 2**20}
 
 
 def main() -> None:
@@ -207,8 +266,9 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(args.engines[0], args)
         return
+    folder = choose_folder(args)
     for engine in args.engines:
-        launch(engine, args)
+        launch(engine, args, folder)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def test_one_block_of_exactly_the_bytes_that_are_copied_is_pinned_once(driver: D
     tensors = [torch.randn(5_000_000), torch.randn(3, 7).bfloat16(), torch.tensor(4), torch.arange(0)]
     for _ in range(3):
         held = stage(staging, tensors)
-        assert list(driver.registered.values()) == [staging.nbytes]
+        assert list(driver.registered.values()) == [staging.nbytes] == [staging.pinned_nbytes]
         assert staging.nbytes == 20_000_000 + 64 + 64  # two small ones, each at a multiple of 64
     for tensor, copied in zip(tensors, held, strict=True):
         assert torch.equal(tensor, copied)
@@ -63,6 +63,8 @@ def test_a_system_that_refuses_to_pin_is_named_and_the_save_goes_on(
 
     monkeypatch.setattr(host, "_forget_error", lambda device: None)
     driver.limit = 100
-    (held,) = stage(Staging(), [torch.ones(1000)])
+    staging = Staging()
+    (held,) = stage(staging, [torch.ones(1000)])
     assert held.all()
+    assert (staging.nbytes, staging.pinned_nbytes) == (4032, 0)
     assert "checkpoint.asynchronous: the system refused to pin" in caplog.text

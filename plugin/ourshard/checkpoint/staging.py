@@ -44,6 +44,11 @@ class Staging:
         """Count the bytes of host memory that are held."""
         return self._memory.nbytes if self._memory is not None else 0
 
+    @property
+    def pinned_nbytes(self) -> int:
+        """Count those of them that the driver has pinned."""
+        return self._memory.pinned_nbytes if self._memory is not None else 0
+
     def copy(self, device: torch.device, take: Callable[[ToHost], Taken]) -> Taken:
         """Return what `take` makes of its tensors, each as a copy on the CPU; the copies of the save before are lost.
 
