@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from tests.ranks.nets import llama, token_loss, tokens
 
@@ -56,3 +58,63 @@ def test_gradients_masters_state_and_reductions_are_of_trained_parameters_alone(
         assert told["masters"] == mine
         assert told["gradient bytes"] == mine * 4
         assert told["reduced"] == {"reduce_scatter/shard": mine * 2}  # computed in bf16, so they travel in it
+
+
+class Packed(nn.Parameter):
+    """Codes as bitsandbytes keeps them: an attribute shows the same memory; `quant_state` tells how to read them."""
+
+    CB: torch.Tensor
+    quant_state: float
+
+
+class Quantized(nn.Module):
+    """A projection whose weight is codes of 8 bits, in a dtype of more bytes if one is given."""
+
+    def __init__(self, weight: torch.Tensor, storage: torch.dtype) -> None:
+        super().__init__()
+        codes = (weight * 100).round().to(torch.int8).view(storage)
+        self.weight = Packed(codes, requires_grad=False)
+        self.weight.quant_state = 0.01
+        self.weight.CB = self.weight.data
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.CB  # as its 8-bit layers do in each forward
+        weight = self.weight.view(torch.int8).float() * self.weight.quant_state
+        return F.linear(rows.float(), weight).to(rows.dtype)
+
+
+def over_codes(storage: torch.dtype, config: dict[str, Any] | None) -> tuple[list[float], int]:
+    """Train a head over codes; return losses, and how many bytes of codes this rank holds at rest."""
+    import ourshard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Quantized(torch.randn(64, 32), storage), nn.Linear(64, 5))
+    frozen = model[0].weight
+    if config is not None:
+        ourshard.shard_model(model, {"persist_below": 0, **config})
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = model(torch.randn(4, 32, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    holders = [frozen, frozen.CB]
+    if config is not None:
+        lane = next(lane for lane in ourshard.engine_of(model).lanes() if not lane.trainable)
+        holders += [lane.master, lane.leaves[0], lane.leaves[0].CB]
+    with torch._C.DisableTorchFunctionSubclass():
+        memory = {st.data_ptr(): st.nbytes() for st in map(torch.Tensor.untyped_storage, holders)}
+    return losses, sum(memory.values())
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.float16], ids=str)
+def test_codes_travel_as_they_are_and_no_attribute_keeps_them_whole(ranks: Any, storage: torch.dtype) -> None:
+    """A dtype of computation and a codec are not for codes, whatever dtype stores them."""
+    wanted, _ = over_codes(storage, None)
+    coded = {"communication": {"weights": "int8"}}
+    for config, most in (({"stage": 3, **coded}, 64 * 32 / 2 + 2), ({"stage": 1}, 64 * 32)):  # a handle has one element
+        for told, nbytes in ranks(2)(over_codes, storage, {"precision": {"param_dtype": "bfloat16"}, **config}):
+            assert told == pytest.approx(wanted, rel=2e-2)  # the head computes in bf16
+            assert nbytes <= most

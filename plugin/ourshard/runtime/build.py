@@ -92,7 +92,7 @@ def _lane_key(parameter: Parameter, engine: Engine) -> LaneKey:
     stage, over_all = effective_stage(config, shards, replicas), divides_masters(config, replicas)
     placement = placement_of(stage, small=small, trainable=trainable, over_all=over_all)
     compute = store = parameter.dtype
-    if parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1:
+    if parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1 and not parameter.packs_codes:
         if engine.param_dtype is not None and (engine.cast_small or not small):
             compute = engine.param_dtype
         if trainable:
@@ -106,7 +106,8 @@ def _is_coded(parameter: Parameter, placement: Placement, compute: torch.dtype, 
     communication = engine.config.communication
     gathers = communication.weights is not Codec.NONE and placement.params is At.SHARD
     reduces = communication.gradients is not Codec.NONE and parameter.tensor.requires_grad and not placement.whole
-    return (gathers or reduces) and engine.mesh.shard.size > 1 and can_code(parameter.shape, compute)
+    several = engine.mesh.shard.size > 1 and not parameter.packs_codes
+    return (gathers or reduces) and several and can_code(parameter.shape, compute)
 
 
 def _readable(stock: list[UnitParameters], engine: Engine) -> set[str]:

@@ -35,6 +35,23 @@ class Parameter:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
+    @property
+    def packs_codes(self) -> bool:
+        """Say whether its elements are codes that a floating dtype merely stores (`bnb_4bit_quant_storage`)."""
+        return getattr(self.tensor, "quant_state", None) is not None
+
+    def views_of_itself(self) -> list[str]:
+        """Return the attributes that show all of its memory, as `CB` of an 8-bit weight of bitsandbytes does."""
+        tensor = self.tensor
+        return [
+            name
+            for name, value in vars(tensor).items()
+            if type(value) is torch.Tensor
+            and (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device)
+            and value.numel()
+            and value.data_ptr() == tensor.data_ptr()
+        ]
+
 
 @dataclass(slots=True)
 class UnitParameters:

@@ -19,6 +19,7 @@ Such parameters are plain tensors with plain gradients, as under DDP.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -302,6 +303,7 @@ class LaneStore:
 
     def take_over(self) -> None:
         """Make leaves; turn the user's parameters into handles, or into views of the masters where those are whole."""
+        shown = [parameter.views_of_itself() for parameter in self.parameters]
         for position, parameter in enumerate(self.parameters):
             tensor = parameter.tensor
             if self.direct:
@@ -313,6 +315,9 @@ class LaneStore:
                 become_handle(tensor, cast("Lane", self), position)
         if self.placement.whole and not self.direct:
             self._point_to_masters()
+        for names, *objects in zip(shown, self.leaves, self.resting, strict=True):
+            for name, tensor in itertools.product(names, objects):
+                setattr(tensor, name, tensor.data)
         if self.placement.params is At.SHARD:
             self.full.free()
 
