@@ -14,6 +14,7 @@ import _ourshard_autoload
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "SaveWarning": "ourshard.checkpoint.background",
     "ShardCallback": "ourshard.integrations.trainer_callback",
     "ShardConfig": "ourshard.config",
     "ShardGradScaler": "ourshard.runtime.scaler",

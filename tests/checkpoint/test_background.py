@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -119,6 +120,50 @@ def test_one_rank_that_fails_fails_the_save_on_all_and_the_next_save_says_so(ran
     assert newest_complete(tmp_path, verify=True).path == tmp_path / "step-4"
 
 
+def step_until_warned(root: str, raising: bool) -> tuple[int, str]:
+    """Let the disk of rank 1 fail while both train; return the step that told, and its words."""
+    import warnings
+
+    import ourshard
+    import torch.distributed as dist
+    from ourshard.checkpoint.background import BACKGROUND
+
+    class Late(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            time.sleep(0.2 * dist.get_rank())
+
+    model, optimizer = made(in_background({"stage": 3, "persist_below": 0}))
+    handler = Late()
+    logging.getLogger("ourshard").addHandler(handler)
+    ourshard.save(model, optimizer, f"{root}/step-2", io=Full() if dist.get_rank() == 1 else DiskIO())
+    told: list[tuple[int, str]] = []
+    for number in range(10_000):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("error" if raising else "always", ourshard.SaveWarning)
+            try:
+                steps(model, optimizer, range(1))
+            except ourshard.SaveWarning as error:
+                told.append((number, str(error)))
+        told += [(number, str(each.message)) for each in caught if each.category is ourshard.SaveWarning]
+        if told and number > told[0][0] + 3:
+            break
+    logging.getLogger("ourshard").removeHandler(handler)
+    with pytest.raises(CheckpointError, match="on rank 1"):
+        ourshard.wait_for_save()
+    BACKGROUND.exit()  # does not end the process any more
+    assert len(told) == 1
+    return told[0]
+
+
+@pytest.mark.parametrize("raising", [False, True], ids=["warning", "error"])
+def test_a_failed_save_is_told_at_the_next_step_the_same_on_all_ranks(
+    ranks: Any, tmp_path: Path, raising: bool
+) -> None:
+    (step, text), other = ranks(2)(step_until_warned, str(tmp_path), raising)
+    assert (step, text) == other
+    assert "writing step-2: OSError: [Errno 28] No space left on device (on rank 1); training goes on" in text
+
+
 def save_while_one_is_written(root: str) -> list[str]:
     """Save while rank 1 alone is held up; return what is logged."""
     import ourshard
@@ -170,6 +215,30 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ENDING, str(tmp_path / "last")], check=True, timeout=90)
     with detect(tmp_path / "last") as source:
         assert all(problem is None for _, problem in source.verify_files())
+
+
+FAILING = """
+import errno, sys, ourshard
+from torch import nn
+from ourshard.checkpoint.io import DiskIO
+
+class Full(DiskIO):
+    def flush(self, file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+model = ourshard.shard_model(nn.Linear(5, 3), {"stage": 3, "checkpoint": {"asynchronous": True}})
+ourshard.save(model, None, sys.argv[1], io=Full())
+print("the end")
+"""
+
+
+def test_the_exit_code_says_that_the_last_save_failed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FAILING, str(tmp_path / "last")]
+    done = subprocess.run(command, check=False, timeout=90, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == "the end\n"
+    told = "ourshard: background save: writing last: OSError: [Errno 28] No space left on device (on rank 0). No "
+    assert told in done.stderr
 
 
 def save_three_states(folder: str) -> tuple[list[float], list[float]]:
