@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations.trainer_runs import logged
+
 pytestmark = pytest.mark.ranks
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 199}
@@ -298,3 +300,47 @@ def test_buffers_that_are_in_no_file_are_those_of_the_first_rank(ranks):
 def test_a_tensor_that_is_no_buffer_and_has_no_values_is_named(ranks):
     for told in ranks(2)(buffers_on, 0.5, True):
         assert "'.table' is on the meta device and is not a registered buffer" in told
+
+
+def quantized_otherwise(folder: str, method: str, dequantize: bool) -> tuple[list[str], str]:
+    """Load and prepare a model of a quantizer that transformers is told of; return what is logged and raised."""
+    import ourshard
+    from transformers import LlamaForCausalLM
+    from transformers.quantizers import HfQuantizer, auto, register_quantization_config, register_quantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    class Config(QuantizationConfigMixin):
+        def __init__(self, **options: Any) -> None:
+            self.quant_method, self.dequantize = method, dequantize
+
+    class Quantizer(HfQuantizer):
+        is_trainable = True
+
+        def is_serializable(self, *args: Any, **options: Any) -> bool:
+            return True
+
+        def _process_model_before_weight_loading(self, model: Any, **options: Any) -> Any:
+            return model
+
+        _process_model_after_weight_loading = _process_model_before_weight_loading
+
+    register_quantization_config(method)(Config)
+    register_quantizer(method)(Quantizer)
+    ourshard.enable({"stage": 3})
+    try:
+        with logged(logging.WARNING) as said:
+            model = LlamaForCausalLM.from_pretrained(f"{folder}/llama", quantization_config=Config())
+        ourshard.shard_model(model, {"stage": 3})
+    except ValueError as error:
+        return said, str(error)
+    finally:
+        del auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method], auto.AUTO_QUANTIZER_MAPPING[method]
+    return said, ""
+
+
+def test_a_model_quantized_as_nobody_tried_on_shards_is_named_before_it_is_read_and_refused(ranks, checkpoints):
+    for rank, (said, error) in enumerate(ranks(2)(quantized_otherwise, str(checkpoints), "ours", False)):
+        assert [text.split(":")[0] for text in said if "quantized by 'ours'" in text] == ["from_pretrained"][rank:]
+        assert "'LlamaForCausalLM' can't be sharded: its weights are quantized by 'ours'" in error
+        assert "load it with dequantize=True" in error
+    assert [error for _, error in ranks(2)(quantized_otherwise, str(checkpoints), "theirs", True)] == ["", ""]

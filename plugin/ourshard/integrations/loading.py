@@ -26,6 +26,7 @@ from ourshard.checkpoint.source import CheckpointError
 from ourshard.config import ShardConfig
 from ourshard.integrations import switch
 from ourshard.runtime.lazy import LazyTensor, lazy, materialize
+from ourshard.runtime.quantized import why_not
 from ourshard.runtime.source import FileSource, TensorSource
 
 logger = logging.getLogger("ourshard")
@@ -63,6 +64,7 @@ def load_pretrained(load: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     `arguments` holds what transformers gives, by name. Where it can't be done, the model is loaded whole, and a warning
     says why.
     """
+    _warn_quantized(arguments["load_config"])
     if arguments.get("state_dict") is not None or not arguments.get("checkpoint_files") or not wants_rows():
         return load(**arguments)
     try:
@@ -76,9 +78,21 @@ def load_pretrained(load: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return result
 
 
+def _warn_quantized(load_config: Any) -> None:
+    """Say before anything is read that a quantized model can't be sharded; a model that is not prepared need not be."""
+    quantizer = getattr(load_config, "hf_quantizer", None)
+    problem = why_not(quantizer) if quantizer is not None else None
+    if problem is not None and active_config() is not None:
+        _warn(f"from_pretrained: this model can be loaded and not be prepared, because {problem}")
+
+
 def _warn_whole(why: Exception) -> None:
+    _warn(f"from_pretrained: every rank loads the whole model into host memory, because {why}")
+
+
+def _warn(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        logger.warning("from_pretrained: every rank loads the whole model into host memory, because %s", why)
+        logger.warning("%s", text)
 
 
 def _refuse_special(load_config: Any) -> None:

@@ -32,6 +32,7 @@ from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.links import assumed, choose_codecs
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.placement import At, Placement, placement_of
+from ourshard.runtime.quantized import refuse_quantized
 from ourshard.runtime.recompute import recompute_in_backward
 from ourshard.runtime.tiers import disk_need, with_tiers
 from ourshard.runtime.unit import Unit
@@ -165,6 +166,7 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         if inner:
             raise ValueError(f"{inner[0]!r} inside of the model is sharded already; shard the outer model only.")
         _refuse_lazy(model)
+        refuse_quantized(model)
         stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
         _refuse_composed(stock)
         _refuse_renormalisation(model, engine)
