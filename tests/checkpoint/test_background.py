@@ -196,6 +196,31 @@ def test_with_skip_no_rank_saves_while_any_is_still_writing(ranks: Any, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 
+def save_in_inference_mode(root: str) -> tuple[list[float], list[float]]:
+    """Save twice, the second time where an evaluation does, load there too, and train on; return the losses of both."""
+    import ourshard
+
+    model, optimizer = made(in_background({"stage": 3, "persist_below": 0}))
+    with torch.inference_mode():
+        ourshard.save(model, optimizer, f"{root}/before")
+    steps(model, optimizer, range(3))
+    with pytest.raises(ValueError, match=r"client_state.step is a function|rank 0"):  # at once, not in the background
+        ourshard.save(model, optimizer, f"{root}/code", client_state={"step": steps})
+    ourshard.save(model, optimizer, f"{root}/step")
+    losses = steps(model, optimizer, range(3, 5))
+    with torch.inference_mode():
+        ourshard.load(model, optimizer, f"{root}/step")
+    return losses, steps(model, optimizer, range(3, 5))
+
+
+def test_it_can_be_called_in_inference_mode_and_refuses_what_it_cannot_write_at_once(
+    ranks: Any, tmp_path: Path
+) -> None:
+    for losses, again in ranks(2)(save_in_inference_mode, str(tmp_path)):
+        assert losses == again
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "step"]
+
+
 ENDING = """
 import sys, time, ourshard
 from torch import nn

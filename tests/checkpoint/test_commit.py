@@ -192,3 +192,15 @@ def test_retention_keeps_the_newest_good_ones_and_never_the_last_one_goes(tmp_pa
 def test_names_that_lead_outside_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="not a name inside"):
         inside(tmp_path, name)
+
+
+def test_a_folder_with_anything_else_in_it_is_never_replaced(tmp_path: Path) -> None:
+    """As `save_state(".")` would replace a folder `ourshard` of the user's."""
+    final = tmp_path / "ourshard"
+    final.mkdir()
+    (final / "optimizer").mkdir()  # what is left of one of ours
+    commit.begin(final, replace=True)
+    (final / "__init__.py").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"is not replaced by one: it has '__init__.py'\. Choose another"):
+        commit.begin(final, replace=True)
+    assert (final / "__init__.py").read_text() == "precious"

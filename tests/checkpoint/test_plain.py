@@ -90,7 +90,8 @@ class Custom:
 
 
 @pytest.mark.parametrize(
-    "value", [Custom(), len, lambda: 1, torch.nn.Linear(1, 1), numpy.array([object()]), 1j, range(3)]
+    "value",
+    [Custom(), len, lambda: 1, torch.nn.Linear(1, 1), numpy.array([object()]), 1j, range(3), torch.eye(2).to_sparse()],
 )
 def test_what_is_not_plain_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^scheduler\.steps\[1\]\['k'\]"):

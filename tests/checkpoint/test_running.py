@@ -222,6 +222,10 @@ def load_what_does_not_fit(root: str, what: str) -> str:
     model, optimizer = made({"stage": 3, "persist_below": 0})
     if what == "model":
         model = ourshard.shard_model(nn.Linear(WIDTH, WIDTH), {"stage": 3})
+    if what == "kind":
+        optimizer = torch.optim.SGD([{"params": group["params"]} for group in optimizer.param_groups], lr=1.0)
+    if what == "dtype":
+        model.seen = torch.tensor(False)
     if what == "groups":
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     before = ourshard.full_state_dict(model)
@@ -230,11 +234,19 @@ def load_what_does_not_fit(root: str, what: str) -> str:
     after = ourshard.full_state_dict(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] in (1e-3, 1.0)
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [("model", "missing: weight, bias"), ("groups", "2 parameter groups"), ("bytes", "damaged")]
+    ("what", "message"),
+    [
+        ("model", "missing: weight, bias"),
+        ("groups", "2 parameter groups"),
+        ("kind", "SGD has dampening, momentum, nesterov: the state is of another kind of optimizer"),
+        ("dtype", "of a dtype that does not go into the one here: seen torch.int64, here torch.bool"),
+        ("bytes", "damaged"),
+    ],
 )
 def test_what_does_not_fit_or_is_damaged_changes_nothing(
     ranks: Any, saved: dict[str, Any], tmp_path: Path, what: str, message: str

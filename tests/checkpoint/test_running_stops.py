@@ -94,6 +94,26 @@ def test_a_save_on_one_rank_alone_is_an_error_that_names_both_places(ranks: Any,
     assert not (tmp_path / "alone").exists()
 
 
+def give_the_optimizer_on_rank_0(root: str) -> str:
+    import ourshard
+    import torch.distributed as dist
+
+    model, optimizer = made({"stage": 3, "persist_below": 0})
+    steps(model, optimizer, range(1))
+    with pytest.raises(RuntimeError) as error:
+        ourshard.save(model, optimizer if dist.get_rank() == 0 else None, f"{root}/half")
+    return str(error.value)
+
+
+def test_ranks_that_give_other_optimizers_are_told_before_half_of_the_state_is_saved(
+    ranks: Any, tmp_path: Path
+) -> None:
+    for told in ranks(2)(give_the_optimizer_on_rank_0, str(tmp_path), timeout=60):
+        assert "save: writing half (optimizers: 1)" in told
+        assert "save: writing half (optimizers: 0)" in told
+    assert not list(tmp_path.iterdir())
+
+
 def read_whole(stage: int) -> tuple[list[str], bool]:
     import ourshard
 

@@ -12,9 +12,12 @@ from .source import CheckpointError, DiskError
 
 
 @contextmanager
-def together(engine: Engine, label: str) -> Iterator[None]:
-    """Run the body on all ranks; where it fails on one, fail on all. Collective; no collective inside."""
-    engine.control.agree(label)  # who is elsewhere is noticed here, in seconds
+def together(engine: Engine, label: str, alike: str = "") -> Iterator[None]:
+    """Run the body on all ranks; where it fails on one, fail on all. Collective; no collective inside.
+
+    `alike`: what else has to be the same on all ranks.
+    """
+    engine.control.agree(label + alike)  # who is elsewhere is noticed here, in seconds
     error: Exception | None = None
     try:
         yield

@@ -26,13 +26,24 @@ from .source import CheckpointError, Description, TensorInfo, TensorKey
 
 LATEST = "latest"
 _NUMBER = re.compile(r"(\d+)$")
+_PARTS_OF_OURS = re.compile(r"ourshard\.|\.|shard-\d+|(optimizer|extra|ranks|parts)$")  # how names in our folders begin
 _HIDDEN = re.compile(r"\.(.+)\.(writing|replaced|removing)")
 
 
 def begin(final: Path, *, replace: bool = False, io: DiskIO = DISK) -> Path:
-    """Make the empty temporary folder of a save that is to become `final`; FileExistsError if that name is taken."""
+    """Make the empty temporary folder of a save that is to become `final`; FileExistsError if that name is taken.
+
+    `replace`: a checkpoint, or what is left of one, may have it; never a folder with anything else in it.
+    """
     if os.path.lexists(final) and not replace:
         raise FileExistsError(f"{final} exists; a checkpoint is not written over another unless that is asked for")
+    if final.is_dir() and not final.is_symlink() and not is_ours(final):
+        others = sorted(path.name for path in final.iterdir() if not _PARTS_OF_OURS.match(path.name))
+        if others:
+            raise FileExistsError(
+                f"{final} is no checkpoint of ourshard and is not replaced by one: it has {others[0]!r}"
+                f"{f' and {len(others) - 1} more' if others[1:] else ''}. Choose another folder, or remove it."
+            )
     temporary = temporary_of(final)
     io.remove_tree(temporary)
     io.make_folder(temporary)

@@ -148,12 +148,17 @@ def dump(manifest: Manifest) -> bytes:
         "config": plain.encode(manifest.config, "config"),
         "frozen": sorted(description.frozen),
         "own_dtypes": {name: DTYPE_NAMES[dtype] for name, dtype in description.own_dtypes.items()},
-        **{name: plain.encode(getattr(description, name), name) for name in _CARRIED},
+        **carried(description),
         "scalars": dump_scalars(manifest.scalars),
         "tensors": dump_tensors(manifest.tensors.values()),
         "files": [dump_file(record) for record in manifest.files],
     }
     return seal(body)
+
+
+def carried(description: Description) -> dict[str, Any]:
+    """Return what callers may fill, as JSON. Raises ValueError for what can't be saved."""
+    return {name: plain.encode(getattr(description, name), name) for name in _CARRIED}
 
 
 def load(data: bytes, path: Path) -> Manifest:
@@ -172,15 +177,15 @@ def load(data: bytes, path: Path) -> Manifest:
 
 
 def _load_body(body: Mapping[str, Any]) -> Manifest:
-    carried = {name: plain.decode(body[name]) for name in _CARRIED}
-    _check_kinds(body, carried)
+    found = {name: plain.decode(body[name]) for name in _CARRIED}
+    _check_kinds(body, found)
     description = Description(
         world_size=body["world_size"],
         stage=body["stage"],
         step=body["step"],
         frozen=frozenset(body["frozen"]),
         own_dtypes={name: DTYPES[dtype] for name, dtype in body["own_dtypes"].items()},
-        **{**carried, "param_groups": tuple(carried["param_groups"])},
+        **{**found, "param_groups": tuple(found["param_groups"])},
     )
     return Manifest(
         description=description,

@@ -64,9 +64,11 @@ def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
 
 def _encode_binary(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        if not plain or value.dtype not in DTYPE_NAMES:
+            what = f"{type(value).__name__} of {value.dtype}, {value.layout}"
+            raise ValueError(f"{where} is a {what}: only plain tensors can be saved")
         flat = value.detach().cpu().contiguous()
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) or flat.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{where} is a {type(value).__name__} of {flat.dtype}: only plain tensors can be saved")
         data = flat.reshape(-1).view(torch.uint8).numpy().tobytes()
         return {TAG: "tensor", "dtype": DTYPE_NAMES[flat.dtype], "shape": list(flat.shape), "value": _to_text(data)}
     if isinstance(value, torch.dtype):

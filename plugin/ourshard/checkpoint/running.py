@@ -34,6 +34,7 @@ from .coding import restore_coding, take_coding
 from .disks import Disk, Joined, find_disk, join_disks
 from .foreign.names import shorten
 from .io import DISK, DiskIO
+from .manifest import carried
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
 from .sharded import ShardedSource, is_ours
@@ -69,6 +70,7 @@ def save(
         write(model, optimizer, folder, client_state=client_state, replace=replace, io=io, then=then)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def write(
     model: nn.Module,
@@ -105,7 +107,7 @@ def write(
             then()
 
     try:
-        with together(engine, f"save: {'staging' if background else 'writing'} {final.name}"):
+        with together(engine, f"save: {'staging' if background else 'writing'} {final.name}", _count(optimizer)):
             boxes, found, staged = _take(engine, disk, _optimizers(optimizer), client_state or {}, copied=background)
             if not background:
                 writer.write(boxes)
@@ -178,6 +180,8 @@ def _take(
     found = dataclasses.replace(found, param_state=rest, client_state=client_state)
     if not copied:
         return _Taken(boxes, found, lambda: None)
+    if disk.leads:
+        carried(found)  # what can't be written is an error here, not later in the thread
     return _Taken(boxes, copy.deepcopy(found), BACKGROUND.staging.finish())
 
 
@@ -196,11 +200,19 @@ def _engine(model: nn.Module) -> Engine:
 
 def _optimizers(given: Any) -> list[Optimizer]:
     """Return torch's optimizers, out of accelerate's wrappers, with their groups as the model now is."""
-    several: Sequence[Any] = given if isinstance(given, Sequence) else [] if given is None else [given]
-    found: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer) for optimizer in several]
+    found: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer) for optimizer in _several(given)]
     for optimizer in found:
         bring_up_to_date(optimizer)
     return found
+
+
+def _several(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, Sequence) else [] if given is None else [given]
+
+
+def _count(given: Any) -> str:
+    """Say how many optimizers there are, which has to be the same on all ranks."""
+    return f" (optimizers: {len(_several(given))})"
 
 
 def _boxes(
@@ -251,6 +263,7 @@ def _describe(
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def load(
     model: nn.Module,
@@ -276,7 +289,7 @@ def load(
     folder = Path(folder).absolute()
     joined = join_disks(engine, folder)
     with ExitStack() as stack:
-        with together(engine, f"load: checking {name}"):
+        with together(engine, f"load: checking {name}", _count(optimizer)):
             source = stack.enter_context(_open(folder, model, number, joined))
             if engine.mesh.world.rank == 0:
                 _say_losses(source, beside)
@@ -357,10 +370,17 @@ def _refuse_misfits(
         for name, key in keys.items()
         if key is not None and source.tensors[key].shape != shapes[name]
     ]
+    dtypes = {p.name: p.values.dtype for p in portions} | {b.name: b.tensor.dtype for b in buffers}
+    strange = [
+        f"{name} {source.tensors[key].dtype}, here {dtypes[name]}"
+        for name, key in keys.items()
+        if key is not None and not torch.can_cast(source.tensors[key].dtype, dtypes[name])
+    ]
     lists = {
         "missing": [name for name, key in keys.items() if key is None],
         "unexpected": unexpected,
         "of another shape": wrong,
+        "of a dtype that does not go into the one here": strange,
     }
     problems = [f"{what}: {shorten(items, 8)}" for what, items in lists.items() if items]
     problems += stepping.misfits(optimizers, portions, saved) if not problems else []

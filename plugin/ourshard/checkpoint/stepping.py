@@ -20,6 +20,8 @@ from .staging import ToHost
 Boxes = dict[TensorKey, list[LocalBox]]
 State = dict[str, Any]
 
+_NO_KIND = {"params", "initial_lr"}  # options that optimizers of all kinds may have
+
 
 def group_names(optimizer: Optimizer, portions: Sequence[Portion]) -> list[list[str]]:
     """Return the names of each group's parameters, also of those that this rank has no elements of."""
@@ -157,7 +159,8 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
     if not optimizers:
         return
     mine = [group for optimizer in optimizers for group in group_names(optimizer, portions)]
-    known = [set(group["params"]) for group in saved.source.description.param_groups]
+    known_groups = saved.source.description.param_groups
+    known = [set(group["params"]) for group in known_groups]
     if mine and not known and not saved.infos:
         yield "it holds no state of an optimizer; for the weights alone: ourshard.load(model, None, folder)"
         return
@@ -172,11 +175,25 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
             f"it has {len(known)} parameter groups, the optimizer {len(mine)}; not in the same group there: "
             f"{', '.join(strange[:5]) or 'none'}; build the optimizer as it was built when the state was saved"
         )
+    elif saved.source.is_own:
+        yield from _other_kinds(optimizers, known_groups)
     stepped = {name for group in mine for name in group} & saved.names.keys()
     for portion in portions:
         for info in saved.tensors(portion.name).values() if portion.name in stepped else ():
             if info.shape not in (portion.shape, ()):
                 yield f"{info.key} has shape {info.shape}, its parameter {portion.shape}"
+
+
+def _other_kinds(optimizers: Sequence[Optimizer], known: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the groups that an optimizer of another kind had; torch's versions differ on one side alone."""
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    for number, ((optimizer, group), values) in enumerate(zip(groups, known, strict=True)):
+        here, there = group.keys() - _NO_KIND, values.keys() - _NO_KIND
+        if here - there and there - here:
+            yield (
+                f"group {number} has the options {', '.join(sorted(there - here))}, {type(optimizer).__name__} has "
+                f"{', '.join(sorted(here - there))}: the state is of another kind of optimizer"
+            )
 
 
 def split_uneven(
