@@ -111,18 +111,23 @@ def load_all(root: str, world: int, names: Sequence[str]) -> dict[str, Any]:
     import ourshard
 
     told = {}
+    stepped: list[int] = []
     for number, config in enumerate(READERS[world]):
         for name in names:
             model, optimizer = made(config)
             groups = [id(group) for group in optimizer.param_groups]
             optimizer.param_groups[0]["lr"] = 7.0
+            optimizer.register_step_pre_hook(lambda *_: stepped.append(1))
             state = ourshard.load(model, optimizer, f"{root}/{name}")
             assert state == {"epoch": 3}
+            assert not stepped
             assert [id(group) for group in optimizer.param_groups] == groups
             assert model.get_parameter("last.weight") is model.get_parameter("first.weight")
             again = f"{name}-on{world}-{number}"
             ourshard.save(model, optimizer, f"{root}/{again}", client_state={"epoch": 3})
             told[again] = steps(model, optimizer, range(3, 6))
+            assert stepped
+            stepped.clear()
     return told
 
 
@@ -264,6 +269,7 @@ def test_what_does_not_fit_or_is_damaged_changes_nothing(
 
 @pytest.mark.parametrize("world", READERS)
 def test_it_loads_at_any_stage_and_world_and_trains_on(ranks: Any, saved: dict[str, Any], world: int) -> None:
+    """CASES A02, I01."""
     names = list(WRITERS)
     told = ranks(world)(load_all, str(saved["root"]), world, names)[0]
     assert len(told) == len(READERS[world]) * len(names)

@@ -10,22 +10,29 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integrations.trainer_runs import Case, on_rank, run
+from tests.integrations.trainer_runs import Case, Run, on_rank, run
 
 pytestmark = pytest.mark.ranks
 
-SAVES = {"save_strategy": "steps", "save_steps": 2}
+SAVES = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 1}
 SHARD = {"persist_below": 50}
 CASES = {"full": Case(arguments=SAVES), "lora": Case(arguments=SAVES, peft="lora")}
 
 
 def resumed(name: str, folder: str, shard: dict[str, Any] | None, checkpoint: str | None) -> dict[str, Any]:
     found = on_rank(CASES[name], folder, shard, resume=checkpoint)
-    return {"losses": found.column("loss"), "norms": found.column("grad_norm"), "state": found.state}
+    return told_of(found)
+
+
+def told_of(found: Run) -> dict[str, Any]:
+    columns = {"losses": "loss", "norms": "grad_norm", "rates": "learning_rate"}
+    return {"state": found.state, **{name: found.column(column) for name, column in columns.items()}}
 
 
 def assert_goes_on(found: list[dict[str, Any]], wanted: Any) -> None:
+    """CASES A02, A06: losses, norms, weights as of a run without a stop, and exactly its learning rates."""
     for told in found:
+        assert told["rates"] == wanted.column("learning_rate")
         assert np.allclose(told["losses"], wanted.column("loss"), atol=1e-5)
         assert np.allclose(told["norms"], wanted.column("grad_norm"), atol=1e-5)
         apart = {key: (told["state"][key] - value).abs().max().item() for key, value in wanted.state.items()}
@@ -49,9 +56,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_any_world_and_stage_and_without_ou
         found = ranks(world)(resumed, name, again, {**SHARD, "stage": stage}, checkpoint, timeout=90)
         assert_goes_on(found, stock[name])
     alone = run(CASES[name], tmp_path / "alone", resume=checkpoint)
-    assert_goes_on(
-        [{"losses": alone.column("loss"), "norms": alone.column("grad_norm"), "state": alone.state}], stock[name]
-    )
+    assert_goes_on([told_of(alone)], stock[name])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.test_trainer_resume import CASES, SAVES, SHARD, assert_goes_on
+from tests.integrations.test_trainer_resume import CASES, SAVES, SHARD, assert_goes_on, told_of
 from tests.integrations.trainer_runs import Case, on_rank, run
 
 pytestmark = pytest.mark.ranks
@@ -39,8 +39,7 @@ def trained(case: Case, folder: str, checkpoint: dict[str, Any], resume: Any = N
         found = on_rank(case, folder, config, resume=resume, level=logging.WARNING)
     finally:
         logger.removeHandler(handler)
-    columns = {"losses": found.column("loss"), "norms": found.column("grad_norm")}
-    return {**columns, "state": found.state, "logged": logged}
+    return {**told_of(found), "logged": logged}
 
 
 def names(folder: Path) -> list[str]:
