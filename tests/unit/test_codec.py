@@ -215,8 +215,9 @@ def test_the_noise_is_the_documented_hash_also_past_32_bits() -> None:
     places = [0, 1, 77, 2**31 + 5, 2**32 - 1, 2**32, 5 * 2**32 + 9]
     seed = _mixed_seed(-3)
     for place in places:
-        expected = _mix((place * codec_torch.PLACE_FACTOR & 0xFFFFFFFF) ^ seed) >> 20
-        assert codec_torch._noise(torch.empty(1), place, seed).item() == (expected + 0.5) / 4096
+        hashed = _mix((place * codec_torch.PLACE_FACTOR & 0xFFFFFFFF) ^ seed)
+        expected = [(bits + 0.5) / 4096 - 0.5 for bits in (hashed >> 20, hashed >> 4 & 0xFFF)]
+        assert codec_torch._noise(torch.empty(1, 2), place, seed).tolist() == [expected]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,7 +236,8 @@ def test_decode_sum_adds_the_messages_in_order_and_overwrites(kind: Codec) -> No
     message = encoded(codec, torch.randn(4 * 96, generator=generator), parts=4)
     expected = torch.zeros(96)
     for part in message.chunk(4):
-        expected += decoded(codec, part) * 0.3
+        codes, scales = part[: codec.code_nbytes(96)], part[codec.code_nbytes(96) :].view(torch.float32)
+        expected += decoded(codec, torch.cat((codes, (scales * 0.3).view(torch.uint8))))
     for dtype in DTYPES:
         total = torch.full((96,), torch.nan, dtype=dtype)
         codec.decode_sum(message, total, 0.3, parts=4)

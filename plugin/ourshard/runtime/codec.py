@@ -15,7 +15,8 @@ collective. Element `i` of a block decodes to `code * scale`.
 Note [Same bits everywhere]
 `codec_torch` (any device) and `codec_triton` (CUDA) give the same bytes and the same decoded bits: every step is one
 IEEE float32 operation or an integer one, nothing is fused, rounding is to the nearest, ties to even. Stochastic
-rounding adds noise that is a hash of the seed and the element's place, not the state of a generator.
+rounding adds noise that is a hash of the seed and the element's place, not the state of a generator; elements `i` and
+`i + block / 2` of a block share one hash.
 
 A buffer may hold several messages one behind the other (what an all-gather or all-to-all delivers): `parts`.
 Source of the scheme: Wang et al., 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model
@@ -47,8 +48,9 @@ SCALE_NBYTES = 4
 MAX_BLOCK = 4096
 _CODE_BITS = {Codec.INT8: 8, Codec.FP8: 8, Codec.INT4: 4}
 _LIMITS = {Codec.INT8: 127.0, Codec.FP8: 448.0, Codec.INT4: 7.0}
-# Stochastic rounding adds (k + 0.5) / 4096, k from the hash. Coarser than the error of value / scale (2^-16), so that a
-# value on the grid is always coded as itself; the chance to round up is off by at most 1/8192.
+# Stochastic rounding adds (k + 0.5) / 4096 - 0.5, k from the hash, and rounds to the nearest. Coarser than the error of
+# value / scale (2^-16), so that a value on the grid is always coded as itself; the chance to round up is off by at most
+# 1/8192.
 NOISE_BITS = 12
 SMALLEST_SCALE = 2.0**-126
 # Added to the bits of absmax / limit before the low 8 are dropped. The quotient of a decoded block is off by less than
@@ -114,7 +116,8 @@ class BlockCodec:
     def decode_sum(self, src: Tensor, out: Tensor, scale: float = 1.0, *, parts: int = 1) -> None:
         """Overwrite `out` (flat, float) with the sum of `scale` times each of `parts` messages, in float32, in order.
 
-        Each message has as many elements as `out`: this is the reduction of what an all-to-all delivers.
+        Each message has as many elements as `out`: this is the reduction of what an all-to-all delivers. Scales of
+        messages are multiplied with `scale` before codes are.
         """
         assert src.numel() == parts * self.nbytes(out.numel()), f"{src.numel()} bytes are not {parts} messages"
         self._check(out, src[: self.nbytes(out.numel())], 1)

@@ -20,8 +20,12 @@ from ourshard.runtime.codec_torch import PLACE_FACTOR
 INT8 = tl.constexpr(0)
 INT4 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
-_NOISE_SHIFT = tl.constexpr(32 - NOISE_BITS)
-_NOISE_STEP = tl.constexpr(2.0**-NOISE_BITS)
+# The noise of an element is NOISE_BITS bits of a hash, at the place of the first bits of a float32's fraction: of the
+# first of two elements the highest ones, of the second the highest ones of the low half.
+_NOISE_SHIFT = tl.constexpr(9)
+_HIGH_NOISE_SHIFT = tl.constexpr(7)
+_NOISE_MASK = tl.constexpr((1 << 23) - (1 << (23 - NOISE_BITS)))
+_NOISE_MIDDLE = tl.constexpr(0x3F800000 | 1 << (22 - NOISE_BITS))
 _SCALE_SLACK = tl.constexpr(SCALE_SLACK)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
@@ -30,6 +34,8 @@ _ROUNDER = tl.constexpr(12582912.0)
 # A byte b in the low bits of 2^23 is the float32 2^23 + b.
 _BYTE_BITS = tl.constexpr(0x4B000000)
 _BYTE_ZERO = tl.constexpr(8388608.0 + 128.0)
+_NIBBLE_BITS = tl.constexpr(0x4B000008)  # of 2^23 + 8: turns the sign of a code of 4 bits too
+_NIBBLE_ZERO = tl.constexpr(8388608.0 + 8.0)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # sign, exponent and fraction of a float8_e4m3fn in a float32
 _FP8_FACTOR = tl.constexpr(2.0**120)  # 2^(127 - 7): the exponents' biases
 
@@ -51,41 +57,32 @@ def encode(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    HALF: tl.constexpr = BLOCK // 2
     part = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     row_mask = rows < blocks
+    mask = row_mask[:, None]
+    columns = tl.arange(0, HALF)
     body = out + part * part_nbytes
     first = part * blocks * BLOCK
-    row_places = first.to(tl.uint32) + rows.to(tl.uint32) * BLOCK
+    places = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
+    low = tl.load(src + first + places, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(src + first + places + HALF, mask=mask, other=0.0).to(tl.float32)
+    peaks = tl.maximum(tl.max(_size_bits(low), axis=1), tl.max(_size_bits(high), axis=1))
+    scales, inverses, finite = _scales(peaks, INVERSE_LIMIT, LARGEST_SCALE)
+    low = tl.where(finite[:, None], low * inverses[:, None], 0.0)
+    high = tl.where(finite[:, None], high * inverses[:, None], 0.0)
+    # Without stochastic rounding the hash is not used, and no code is made for it.
+    hashed = _hash(first.to(tl.uint32) + rows.to(tl.uint32) * BLOCK, columns, seed)
+    low_codes = _codes(low, hashed >> _NOISE_SHIFT, LIMIT, STOCHASTIC, KIND, FP8_CAST)
+    high_codes = _codes(high, hashed << _HIGH_NOISE_SHIFT, LIMIT, STOCHASTIC, KIND, FP8_CAST)
     if KIND == INT4:
-        columns = tl.arange(0, BLOCK // 2)
-        mask = row_mask[:, None]
-        places = first + rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
-        low = tl.load(src + places, mask=mask, other=0.0).to(tl.float32)
-        high = tl.load(src + places + BLOCK // 2, mask=mask, other=0.0).to(tl.float32)
-        peaks = tl.maximum(tl.max(_size_bits(low), axis=1), tl.max(_size_bits(high), axis=1))
-        scales, inverses, finite = _scales(peaks, INVERSE_LIMIT, LARGEST_SCALE)
-        low = tl.where(finite[:, None], low * inverses[:, None], 0.0)
-        high = tl.where(finite[:, None], high * inverses[:, None], 0.0)
-        low_codes = _int_codes(low, row_places, columns, seed, LIMIT, STOCHASTIC)
-        high_codes = _int_codes(high, row_places + BLOCK // 2, columns, seed, LIMIT, STOCHASTIC)
+        offsets = rows.to(tl.int64)[:, None] * HALF + columns[None, :]
         codes = (low_codes & 0xF) | ((high_codes & 0xF) << 4)
-        offsets = rows.to(tl.int64)[:, None] * (BLOCK // 2) + columns[None, :]
+        tl.store(body + offsets, codes.to(tl.uint8), mask=mask)
     else:
-        columns = tl.arange(0, BLOCK)
-        mask = row_mask[:, None]
-        offsets = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
-        places = first + offsets
-        values = tl.load(src + places, mask=mask, other=0.0).to(tl.float32)
-        scales, inverses, finite = _scales(tl.max(_size_bits(values), axis=1), INVERSE_LIMIT, LARGEST_SCALE)
-        ratios = tl.where(finite[:, None], values * inverses[:, None], 0.0)
-        if KIND == INT8:
-            codes = _int_codes(ratios, row_places, columns, seed, LIMIT, STOCHASTIC) & 0xFF
-        elif FP8_CAST:
-            codes = _fp8_cast_codes(ratios, LIMIT)
-        else:
-            codes = _fp8_codes(ratios, row_places, columns, seed, LIMIT, STOCHASTIC)
-    tl.store(body + offsets, codes.to(tl.uint8), mask=mask)
+        tl.store(body + places, low_codes.to(tl.uint8), mask=mask)
+        tl.store(body + places + HALF, high_codes.to(tl.uint8), mask=mask)
     tl.store((body + code_nbytes).to(tl.pointer_type(tl.float32)) + rows, scales, mask=row_mask)
 
 
@@ -139,13 +136,13 @@ def decode_sum(
     body = message
     for _ in range(parts // TOGETHER):
         for _ in tl.static_range(TOGETHER):
-            scales = _load_scales(body + code_nbytes, rows, blocks)
+            scales = _load_scales(body + code_nbytes, rows, blocks) * factor
             _, _, codes = _load_codes(body, rows, blocks, KIND, BLOCK)
             if KIND == INT4:
-                sums += _low(codes) * scales * factor
-                high_sums += _high(codes) * scales * factor
+                sums += _low(codes) * scales
+                high_sums += _high(codes) * scales
             else:
-                sums += _byte_values(codes, KIND) * scales * factor
+                sums += _byte_values(codes, KIND) * scales
             body += part_nbytes
     tl.store(out + places, sums, mask=mask)
     if KIND == INT4:
@@ -188,42 +185,44 @@ def _scales(peaks, INVERSE_LIMIT: tl.constexpr, LARGEST_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _noise(row_places, columns, seed):
-    """Return numbers in (0, 1), a hash of (seed, place in the buffer) each: see `_mix` in `codec.py`."""
+def _hash(row_places, columns, seed):
+    """Return 32 bits for each pair of elements half a block apart, a hash of (seed, place of the first): see `_mix`."""
     rows = row_places * _PLACE_FACTOR
     hashed = rows[:, None] + (columns.to(tl.uint32) * _PLACE_FACTOR)[None, :]
     hashed = hashed ^ seed.to(tl.uint32, bitcast=True)
     hashed = (hashed ^ (hashed >> 16)) * 0x7FEB352D
     hashed = (hashed ^ (hashed >> 15)) * 0x846CA68B
-    hashed = hashed ^ (hashed >> 16)
-    return ((hashed >> _NOISE_SHIFT).to(tl.float32) + 0.5) * _NOISE_STEP
+    return hashed ^ (hashed >> 16)
 
 
 @triton.jit
-def _floor(values):
-    """Round small numbers down, by additions: the instruction that rounds has a sixteenth of their rate."""
-    nearest = (values + _ROUNDER) - _ROUNDER
-    return tl.where(nearest > values, nearest - 1.0, nearest)
+def _noised(values, bits):
+    """Add (k + 0.5) / 4096 - 0.5 to each, k the bits of `bits` that are the first of a float32's fraction."""
+    between_one_and_two = ((bits & _NOISE_MASK) | _NOISE_MIDDLE).to(tl.float32, bitcast=True)
+    return values + (between_one_and_two - 1.5)
 
 
 @triton.jit
-def _int_codes(ratios, row_places, columns, seed, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Return integers whose low bits are the codes in two's complement."""
-    if STOCHASTIC:
-        ratios = _floor(ratios + _noise(row_places, columns, seed))
-    clamped = tl.minimum(tl.maximum(ratios, -LIMIT), LIMIT)
-    return (clamped + _ROUNDER).to(tl.int32, bitcast=True)
+def _codes(ratios, bits, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr, KIND: tl.constexpr, FP8_CAST: tl.constexpr):
+    """Return integers whose low bits are the codes."""
+    if KIND == FP8:
+        codes = _fp8_cast_codes(ratios, LIMIT) if FP8_CAST else _fp8_codes(ratios, bits, LIMIT, STOCHASTIC)
+    else:
+        if STOCHASTIC:  # else no ratio is far enough beyond the limit to be rounded away from it
+            ratios = tl.minimum(tl.maximum(_noised(ratios, bits), -LIMIT), LIMIT)
+        codes = (ratios + _ROUNDER).to(tl.int32, bitcast=True)  # two's complement
+    return codes
 
 
 @triton.jit
-def _fp8_codes(ratios, row_places, columns, seed, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _fp8_codes(ratios, bits, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Return float8_e4m3fn bits by arithmetic: the device's cast does not round stochastically, and may be missing."""
     sizes = tl.minimum(tl.abs(ratios), LIMIT)
     # The distance of two neighbours is 2^(exponent - 3), and 2^-9 below the smallest normal number, 2^-6.
     exponents = tl.maximum((sizes.to(tl.int32, bitcast=True) >> 23) - 127, -6)
     steps = sizes * ((130 - exponents) << 23).to(tl.float32, bitcast=True)
     if STOCHASTIC:
-        steps = _floor(steps + _noise(row_places, columns, seed))
+        steps = _noised(steps, bits)
     counts = (steps + _ROUNDER).to(tl.int32, bitcast=True) & 0x1F
     signs = (ratios.to(tl.int32, bitcast=True) >> 24) & 0x80
     return tl.minimum(((exponents + 6) << 3) + counts, 0x7E) | signs
@@ -251,9 +250,9 @@ def _byte_values(codes, KIND: tl.constexpr):
 
 @triton.jit
 def _low(codes):
-    return ((codes.to(tl.int32) << 28) >> 28).to(tl.float32)
+    return ((codes.to(tl.int32) & 0xF) ^ _NIBBLE_BITS).to(tl.float32, bitcast=True) - _NIBBLE_ZERO
 
 
 @triton.jit
 def _high(codes):
-    return ((codes.to(tl.int32) << 24) >> 28).to(tl.float32)
+    return ((codes.to(tl.int32) >> 4) ^ _NIBBLE_BITS).to(tl.float32, bitcast=True) - _NIBBLE_ZERO

@@ -46,8 +46,7 @@ def decode_sum(codec: BlockCodec, src: Tensor, out: Tensor, scale: float, parts:
     for pieces in zip(*(_chunks(codec, out, message, 1) for message in src.view(parts, -1)), strict=True):
         total = torch.zeros_like(pieces[0].values, dtype=torch.float32)
         for piece in pieces:
-            # No `alpha=`: torch fuses that into the addition, and the bits would differ from the kernel's.
-            total.add_(_decoded(codec, piece).mul_(scale))
+            total.add_(_decoded(codec, piece, scale))
         pieces[0].values.copy_(total)
 
 
@@ -81,8 +80,8 @@ def _pack(codec: BlockCodec, ratios: Tensor, noise: Tensor | None) -> Tensor:
     """Round (blocks, block) ratios to codes and pack them into (blocks, bytes)."""
     if codec.kind is Codec.FP8:
         return _pack_fp8(ratios.clamp_(-codec.limit, codec.limit), noise)
-    rounded = ratios.round_() if noise is None else ratios.add_(noise).floor_()
-    codes = rounded.clamp_(-codec.limit, codec.limit).to(torch.int8).view(torch.uint8)
+    codes = (ratios if noise is None else ratios.add_(noise)).round_()
+    codes = codes.clamp_(-codec.limit, codec.limit).to(torch.int8).view(torch.uint8)
     if codec.kind is Codec.INT8:
         return codes
     low, high = codes.chunk(2, dim=1)
@@ -94,13 +93,13 @@ def _pack_fp8(ratios: Tensor, noise: Tensor | None) -> Tensor:
         return ratios.to(torch.float8_e4m3fn).view(torch.uint8)
     # The distance of two neighbours is 2^(exponent - 3), and 2^-9 below the smallest normal number, 2^-6.
     exponent = ((ratios.view(torch.int32) >> 23) & 0xFF).sub_(127).clamp_min_(-6)
-    steps = (ratios.abs() * ((130 - exponent) << 23).view(torch.float32)).add_(noise).floor_()
+    steps = (ratios.abs() * ((130 - exponent) << 23).view(torch.float32)).add_(noise).round_()
     codes = (((exponent + 6) << 3) + steps.to(torch.int32)).clamp_max_(0x7E).to(torch.uint8)
     return torch.where(ratios.signbit(), codes | 0x80, codes)
 
 
-def _decoded(codec: BlockCodec, chunk: _Chunk) -> Tensor:
-    """Return the (blocks, block) float32 values of a chunk."""
+def _decoded(codec: BlockCodec, chunk: _Chunk, factor: float = 1.0) -> Tensor:
+    """Return the (blocks, block) float32 values of a chunk, with scales `factor` times as large."""
     codes = chunk.codes
     if codec.kind is Codec.FP8:
         values = codes.view(torch.float8_e4m3fn).float()
@@ -110,17 +109,24 @@ def _decoded(codec: BlockCodec, chunk: _Chunk) -> Tensor:
         # Shifts of int8 keep the sign: the low half moves up first.
         signed = codes.view(torch.int8)
         values = torch.cat(((signed << 4) >> 4, signed >> 4), dim=1).float()
-    return values.mul_(chunk.scales[:, None])
+    return values.mul_((chunk.scales * factor)[:, None])
 
 
 def _noise(like: Tensor, place: int, seed: int) -> Tensor:
-    """Return numbers in (0, 1), a hash of (seed, place in the buffer) each: see `_mix` in `codec.py`."""
-    hashed = torch.arange(like.numel(), dtype=torch.int32, device=like.device).add_(_signed(place))
-    hashed.mul_(_signed(PLACE_FACTOR)).bitwise_xor_(_signed(seed))
+    """Return numbers between -0.5 and 0.5 for (blocks, block) elements, of which the first is at `place`.
+
+    Two elements half a block apart share a hash of (seed, place of the first), `_mix` of `codec.py`: the first has its
+    highest bits, the other the highest ones of its low half.
+    """
+    blocks, block = like.shape
+    columns = torch.arange(block // 2, dtype=torch.int32, device=like.device)
+    rows = torch.arange(blocks, dtype=torch.int32, device=like.device).mul_(block).add_(_signed(place))
+    hashed = (rows[:, None] + columns).mul_(_signed(PLACE_FACTOR)).bitwise_xor_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         hashed.bitwise_xor_(_shifted(hashed, shift)).mul_(_signed(factor))
     hashed.bitwise_xor_(_shifted(hashed, 16))
-    return _shifted(hashed, 32 - NOISE_BITS).float().add_(0.5).mul_(2.0**-NOISE_BITS).view_as(like)
+    bits = torch.cat((_shifted(hashed, 32 - NOISE_BITS), _shifted(hashed << 16, 32 - NOISE_BITS)), dim=1)
+    return bits.float().add_(0.5).mul_(2.0**-NOISE_BITS).sub_(0.5)
 
 
 def _signed(value: int) -> int:
