@@ -50,13 +50,12 @@ class Stepping:
     def __init__(self, optimizer: Optimizer, lane: Lane) -> None:
         self._optimizer = optimizer
         self._lane = lane
-        self._future: Future[bool] = _thread().submit(_step, _twin(optimizer, lane), lane.take_divisor(), lane)
+        self._future: Future[None] = _thread().submit(_step, _twin(optimizer, lane), lane.take_divisor())
 
-    def wait(self) -> bool:
-        """Return, when the lane is stepped, whether its shard on the host was cast; raises what the step raised."""
-        was_cast = self._future.result()
+    def wait(self) -> None:
+        """Return when the lane is stepped; raises what the step raised."""
+        self._future.result()
         keep_on_host(self._optimizer, self._lane)
-        return was_cast
 
 
 def can_overlap(optimizer: Optimizer, lanes: Sequence[Lane]) -> bool:
@@ -101,10 +100,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 @torch.no_grad()
-def _step(twin: Optimizer, divisor: torch.Tensor | None, lane: Lane) -> bool:
-    """Run in the thread: step, and cast what then rests on the host; say whether anything does."""
+def _step(twin: Optimizer, divisor: torch.Tensor | None) -> None:
     _run(twin, divisor)
-    return lane.cast_below()
 
 
 def _run(twin: Optimizer, divisor: torch.Tensor | None) -> None:

@@ -6,8 +6,9 @@ With `offload.optimizer: cpu` the master and the reduced gradient of a trainable
 once. The optimizer steps them with torch's CPU kernels. A reduced gradient comes down on the reduce stream while
 backward still runs; the end of backward waits on the host until the last one has landed. A lane's master goes up once
 a step, on the gather stream, while the CPU steps the next lane (Note [Steps by lane] in lane_step.py), or right before
-its first gather; the device casts it to the compute dtype. With `offload.params: cpu` the host casts it, the shard in
-compute dtype stays here and goes up before every gather, and so do the stored shards of frozen lanes.
+its first gather; the device casts it to the compute dtype. With `offload.params: cpu` the shard in compute dtype comes
+back down and stays here, and goes up before every gather, as do the stored shards of frozen lanes. The device casts for
+it too: a cast on the host goes through 8 bytes of its memory an element, beside the 28 of AdamW.
 
 With `offload.optimizer: nvme` gradients are here, and masters with the optimizer's state are in a file: they pass
 through host memory in a step, lane by lane (disk.py). The shard in compute dtype rests where `offload.params` says.

@@ -125,7 +125,7 @@ class LaneStore:
         """Return when no step of the lane is under way; raises what it raised."""
         stepping, self.stepping = self.stepping, None
         if stepping is not None:
-            self.sent = stepping.wait()
+            stepping.wait()
 
     # ---- buffers -------------------------------------------------------------------------------------------
 
@@ -359,11 +359,23 @@ class LaneStore:
         if self.placement.whole:
             self.full.tensor.copy_(self.master)
             return
+        self._fill_segment(stale)
+        self.shows_coded = coded
+        if self.codec is not None and coded:
+            gather_coded(self.unit.engine, self.codec, self.full.tensor, self.segment, self.unit.label)
+            return
+        self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
+
+    def _fill_segment(self, stale: bool) -> None:
+        """Bring this rank's part of the whole parameters into `full`, if it is not there."""
         self.await_step()
-        if stale and not self.sent:
+        sent, self.sent = self.sent, False
+        if stale and not sent:
             self.check_disk()
+            if self.shard is not None and self._shard_tier is Tier.CPU and not self.divided:
+                self._fill_on_the_way_down()
+                return
             self.send_up()
-        self.sent = False
         if stale and self.divided:
             self._join_parts()
         if self.passes_disk:
@@ -372,11 +384,6 @@ class LaneStore:
             self.segment.copy_(self.shard, non_blocking=True)
         elif self.placement.params is At.SHARD:
             self.segment.copy_(self._above(self.master))
-        self.shows_coded = coded
-        if self.codec is not None and coded:
-            gather_coded(self.unit.engine, self.codec, self.full.tensor, self.segment, self.unit.label)
-            return
-        self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
 
     def send_up(self, master: torch.Tensor | None = None) -> None:
         """Cast a master that changed into what rests between gathers, if anything does; on the current stream.
@@ -386,26 +393,19 @@ class LaneStore:
         master = self.master if master is None else master
         if self.passes_disk and self.shard is not None and not self.divided:
             self._windows.store(cast("Lane", self), master)
-        elif self.shard is not None and self._shard_tier is not Tier.NONE and self.offloaded:
-            self._forget_window()
-            self.own_in(self.shard).copy_(master)  # cast on the host
         elif self.shard is not None and self._shard_tier is not Tier.NONE:
             self._forget_window()
-            self.own_in(self.shard).copy_(master.to(self.compute_dtype), non_blocking=True)
+            self.own_in(self.shard).copy_(self._above(master).to(self.compute_dtype), non_blocking=True)
         elif self.shard is not None:
             self.own_in(self.shard).copy_(self._above(master))
         elif self.placement.params is At.WHOLE and not self.aliased:
             self.own.copy_(self._above(master))
 
-    def cast_below(self) -> bool:
-        """Cast a master on the host, which was stepped, into a shard in host memory; say whether there is one.
-
-        For a thread; the caller's has waited until no copy reads the shard, and reads it no sooner than this is over.
-        """
-        if self.shard is None or self._shard_tier is not Tier.CPU:
-            return False
-        self.own_in(self.shard).copy_(self._master)
-        return True
+    def _fill_on_the_way_down(self) -> None:
+        """Cast a master into the segment, and from there into the shard on the host: `send_up` without a way back."""
+        assert self.shard is not None
+        self.segment.copy_(self._above(self.master))
+        self.shard.copy_(self.segment, non_blocking=True)
 
     def _join_parts(self) -> None:
         """Fill what rests between gathers with the parts of other replicas; on the current stream."""
