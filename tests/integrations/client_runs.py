@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,21 @@ def summarizer(folder: str, shard: Shard) -> dict[str, Any]:
     trainer.train()
     told = trainer.predict(Sentences(5, 2), num_beams=2, max_length=8).predictions
     return {"loss": column(trainer, "loss"), "metrics": column(trainer, "eval_sum", "eval_rows"), "told": told.tolist()}
+
+
+def losses_of_ones_own(folder: str, shard: Shard) -> dict[str, Any]:
+    """A `compute_loss_func` may divide by the count, or take the mean of its batch."""
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, mean: bool = False) -> torch.Tensor:
+        lost = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return lost / ((labels[:, 1:] != -100).sum() if mean else num_items_in_batch)
+
+    found = {}
+    for name, function in (("count", loss), ("mean", functools.partial(loss, mean=True))):
+        trainer = trainer_of(Case(arguments={"label_names": ["labels"]}), folder, shard, compute_loss_func=function)
+        trainer.train()
+        found[name] = [*column(trainer, "loss", "grad_norm"), (trainer.evaluate()["eval_loss"], 0.0)]
+    return found
 
 
 # ---- the Trainer's own ways --------------------------------------------------------------------------------
@@ -303,6 +319,7 @@ RUNS = {
     for run in (
         classifier,
         summarizer,
+        losses_of_ones_own,
         stops_early,
         evaluates_in_pieces,
         begins_anew,

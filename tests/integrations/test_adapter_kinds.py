@@ -89,7 +89,7 @@ def test_each_kind_trains_saves_and_opens_as_in_one_process(ranks, tmp_path, kin
     wanted = trained_all(kinds, str(tmp_path / "one"), None)
     for found in ranks(2)(trained_all, kinds, str(tmp_path / "two"), SHARD, timeout=120):
         for kind in kinds:
-            assert apart(found[kind], wanted[kind]) < 2e-6, kind
+            assert apart(found[kind], wanted[kind]) < 5e-6, kind  # norms of randlora are above 10
             norms = [norm for _, norm in wanted[kind]["logs"]]
             assert max(norms) > 0, kind
 

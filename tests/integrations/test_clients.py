@@ -34,8 +34,9 @@ def test_clients_on_two_ranks_get_what_one_process_gets(ranks, folder, stage):
     results = ranks(2)(run_all, str(folder / str(stage)), {**SHARD, "stage": stage}, timeout=200)
     for name in RUNS:
         wanted = dict(alone(folder)[name])
-        if name == "classifier":  # in one process the Trainer multiplies such a loss by the accumulation steps
-            wanted["accumulated"] = wanted["whole"]
+        norm = wanted["whole"][0][1] if name == "classifier" else 0.0
+        if norm and wanted["accumulated"][0][1] > 1.9 * norm:
+            wanted["accumulated"] = wanted["whole"]  # one process multiplies such a loss by the accumulation steps
         for found in results:
             assert apart(found[name], wanted) < TOLERANCE.get(name, 2e-6), (name, found[name], wanted)
 

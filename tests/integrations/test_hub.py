@@ -44,12 +44,14 @@ def hub() -> Iterator[Hub]:
     """Put a Hub in the place of the real one."""
     import transformers.trainer
 
-    found, stock = Hub(), transformers.trainer.hf_api
-    transformers.trainer.hf_api = lambda *args, **options: found
-    try:
+    found = Hub()
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(transformers.trainer, "hf_api"):
+            patch.setattr(transformers.trainer, "hf_api", lambda *args, **options: found)
+        else:  # before 5.24
+            patch.setattr(transformers.trainer, "create_repo", found.create_repo)
+            patch.setattr(transformers.trainer, "upload_folder", found.upload_folder)
         yield found
-    finally:
-        transformers.trainer.hf_api = stock
 
 
 PUSHES = Case(arguments={"push_to_hub": True, "hub_model_id": "us/tiny", "save_strategy": "steps", "save_steps": 2})

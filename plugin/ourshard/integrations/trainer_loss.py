@@ -4,8 +4,9 @@ Note [Ignored counts]
 ---------------------
 The Trainer hands `num_items_in_batch`, the items of all ranks and micro-batches, to every model whose forward takes
 keyword arguments, and multiplies the loss by the number of ranks: the mean over ranks then is the mean over items. A
-model that does not look at the count (T5, BART, BERT: their losses are means of the batch they see) so gets a loss and
-gradients that grow with the ranks and with the accumulation steps. Therefore the first forward, which is not compiled,
+model that does not look at the count (T5, BART, BERT: their losses are means of the batch they see), a label smoother
+before transformers 5.24, or a `compute_loss_func` that takes a mean, so gets a loss and gradients that grow with the
+ranks and with the accumulation steps. Therefore the first forward, which is not compiled,
 gets a count that knows whether it was used. Where it was not, the loss is weighted by the share that its batch has in
 the count: a mean over the batch's items so becomes a part of the mean over all, whatever the ranks' and micro-batches'
 sizes.
@@ -83,9 +84,9 @@ def _weighted(  # noqa: PLR0917
     method: Method, trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any
 ) -> Any:
     """Weight a loss that ignores the count: Note [Ignored counts]."""
-    outside = trainer.label_smoother is not None or trainer.compute_loss_func is not None  # which use it themselves
-    if items is None or outside or not trainer.model_accepts_loss_kwargs:
+    if items is None or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
         return method(trainer, model, inputs, return_outputs, items)
+    kept = dict(inputs)  # labels are taken out of it for a label smoother and for `compute_loss_func`
     if trainer in _USES_COUNT:
         result = method(trainer, model, inputs, return_outputs, items)
     else:
@@ -96,7 +97,8 @@ def _weighted(  # noqa: PLR0917
         _say(trainer)
     if _USES_COUNT[trainer]:
         return result
-    share = _items(trainer, inputs) / items
+    divides = trainer.accelerator.gradient_accumulation_steps  # what `backward` divides by: 1 but in old versions
+    share = _items(trainer, kept) / items * divides
     return (result[0] * share, result[1]) if return_outputs else result * share
 
 
@@ -111,7 +113,8 @@ def _items(trainer: Any, inputs: dict[str, Any]) -> Any:
 
 def _say(trainer: Any) -> None:
     if not _USES_COUNT[trainer] and trainer.args.process_index == 0:
-        name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        name = "compute_loss_func" if trainer.compute_loss_func is not None else type(model).__name__
         logger.info(
             "%s takes num_items_in_batch and does not use it; its loss is weighted by each batch's share of it.", name
         )
