@@ -100,7 +100,7 @@ class ShardMonitorCallback(ShardTrainerCallback):
         if self.peak_flops and self._flops.unknown and state.is_world_process_zero:
             logger.warning("ShardMonitorCallback: no mfu: %s. Give flops_per_token.", self._flops.unknown)
         if engine is not None:
-            engine.measuring.start()
+            engine.measuring.start(parts=False)
             self._measured = engine
             if engine.ledger is not None:
                 self._before = {}, Counter(engine.ledger.wire)
@@ -165,7 +165,7 @@ class ShardMonitorCallback(ShardTrainerCallback):
 
     def _end(self) -> None:
         if self._measured is not None:
-            self._measured.measuring.stop()
+            self._measured.measuring.stop(parts=False)
             self._measured = None
         if self._hook is not None:
             self._hook.remove()

@@ -41,6 +41,12 @@ def measured(stage: int) -> tuple[list[float], Totals, Totals, float]:
     evaluated = since(meter.totals(), trained)
     engine.measuring.stop()
     assert engine.measuring.meter is None
+    waits = engine.measuring.start(parts=False)
+    losses.append(step())
+    assert waits.totals()
+    assert not {Spent.UNIT, Spent.PHASE} & {kind for kind, _ in waits.totals()}
+    engine.measuring.stop(parts=False)
+    assert engine.measuring.meter is None
     losses.append(step())
     return losses, trained, evaluated, seconds
 

@@ -13,7 +13,7 @@ time, and nests on CPUs only.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -41,27 +41,27 @@ Totals = dict[tuple[Spent, str], float]  # seconds by kind and label
 class Span:
     """One stretch of time: Note [Spans]. `start` and `end` are events of a GPU or seconds."""
 
-    __slots__ = ("end", "inner", "kind", "label", "start")
+    __slots__ = ("end", "inside", "kind", "label", "outer", "start")
 
-    def __init__(self, kind: Spent, label: str, start: Any) -> None:
+    def __init__(self, kind: Spent, label: str, start: Any, outer: Span | None = None) -> None:
         self.kind = kind
         self.label = label
         self.start = start
         self.end: Any = None
-        self.inner: list[Span] = []
+        self.outer = outer
+        self.inside = 0.0  # seconds of inner spans that were read
 
     def passed(self) -> bool:
         """Say whether it can be read: the GPU is beyond it."""
         return isinstance(self.end, float) or bool(self.end.query())
 
-    def seconds(self) -> float:
-        if isinstance(self.end, float):
-            return self.end - float(self.start)
-        return float(self.start.elapsed_time(self.end)) / 1e3
-
-    def own_seconds(self) -> float:
-        inner = [span for span in self.inner if span.end is not None and span.passed()]
-        return max(0.0, self.seconds() - sum(span.seconds() for span in inner))
+    def read(self) -> float:
+        """Return its own seconds, and tell the span around it."""
+        on_host = isinstance(self.end, float)
+        seconds = self.end - self.start if on_host else float(self.start.elapsed_time(self.end)) / 1e3
+        if self.outer is not None:
+            self.outer.inside += seconds
+        return max(0.0, seconds - self.inside)
 
 
 class Meter:
@@ -70,6 +70,7 @@ class Meter:
     def __init__(self, streams: Streams) -> None:
         self.muted = False  # by a forward without gradient
         self._streams = streams
+        self._events: list[Any] = []  # of spans that were read, for later ones: an event is dear to make
         self._open: list[Span] = []
         self._closed: deque[Span] = deque()
         self._totals: Totals = {}
@@ -83,9 +84,7 @@ class Meter:
                 return Span(kind, label, time.perf_counter())
             if self._streams.beside_compute():
                 return None
-        span = Span(kind, label, self._now())
-        if self._open:
-            self._open[-1].inner.append(span)
+        span = Span(kind, label, self._now(), self._open[-1] if self._open else None)
         self._open.append(span)
         return span
 
@@ -115,13 +114,15 @@ class Meter:
         while self._closed and self._closed[0].passed():
             span = self._closed.popleft()
             key = span.kind, span.label
-            self._totals[key] = self._totals.get(key, 0.0) + span.own_seconds()
+            self._totals[key] = self._totals.get(key, 0.0) + span.read()
+            if not isinstance(span.end, float):
+                self._events += span.start, span.end
         return dict(self._totals)
 
     def _now(self) -> Any:
         if not self._streams.on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -144,21 +145,24 @@ class Measuring:
         self.watched = False  # the phase that runs, by a meter or a profiler; asked once a phase, not by each unit
         self._streams = streams
         self._parts = tuple(parts)  # that wait, and tell the meter
-        self._users = 0
+        self._users: Counter[bool] = Counter()  # by whether they want units and phases too
         self._phase: Span | None = None
 
-    def start(self) -> Meter:
-        """Measure until `stop`, on this rank. Several may, each with a `stop`, and share one meter."""
-        self._users += 1
+    def start(self, parts: bool = True) -> Meter:
+        """Measure until `stop`, on this rank; without `parts` waits alone, which are fewer events.
+
+        Several may, each with a `stop`, and share one meter.
+        """
+        self._users[parts] += 1
         if self.meter is None:
             self._use(Meter(self._streams))
         assert self.meter is not None
         return self.meter
 
-    def stop(self) -> None:
-        """End what one `start` began."""
-        self._users -= 1
-        if self._users == 0:
+    def stop(self, parts: bool = True) -> None:
+        """End what one `start` began, which was given the same."""
+        self._users[parts] -= 1
+        if not self._users.total():
             self._use(None)
 
     def _use(self, meter: Meter | None) -> None:
@@ -178,10 +182,11 @@ class Measuring:
 
     def begin_phase(self, name: str, counts: bool = True) -> None:
         """Open a forward or backward; one that does not count is left out with all that happens in it."""
-        self.watched = self.meter is not None or torch.autograd._profiler_enabled()
+        by_parts = self.meter is not None and self._users[True] > 0
+        self.watched = by_parts or torch.autograd._profiler_enabled()
         if self.meter is not None:
             self.meter.muted = not counts
-            self._phase = self.meter.open(Spent.PHASE, name)
+            self._phase = self.meter.open(Spent.PHASE, name) if by_parts else None
 
     def end_phase(self) -> None:
         if self.meter is not None:
