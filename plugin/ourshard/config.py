@@ -55,6 +55,11 @@ class Codec(str, Enum):
     AUTO = "auto"  # measured at start
 
 
+# Elements that share one scale, where the config does not say. With 15 levels, what is below 1/14 of the largest one
+# of a block is 0: smaller blocks keep more of it (docs/numbers.md), for one byte in eight elements.
+BLOCKS = {Codec.INT8: 256, Codec.FP8: 256, Codec.AUTO: 256, Codec.INT4: 32}
+
+
 class Transport(str, Enum):
     """What moves the bytes of gathers and reductions."""
 
@@ -204,7 +209,7 @@ class CommunicationConfig:
     error_feedback: bool = False
     stochastic_rounding: bool = False
     seed: int = 0  # of stochastic rounding
-    block: int = 256  # elements that share one scale
+    block: int | None = None  # elements that share one scale; None: BLOCKS
     two_hop_gathers: bool = False  # weights go between nodes first, once to each node, then inside of it
     node_size: int | None = None  # ranks of a node, for coded gradients and gathers in two hops; None: as launched
     transport: Transport = Transport.AUTO
@@ -214,7 +219,7 @@ class CommunicationConfig:
             raise ValueError("communication.weights: int4 loses too much for weights; use int8 or fp8.")
         if self.gradients is Codec.FP8:
             raise ValueError("communication.gradients: fp8 is for weights; use int8 or int4.")
-        if self.block < 16 or self.block & (self.block - 1):
+        if self.block is not None and (self.block < 16 or self.block & (self.block - 1)):
             raise ValueError(f"communication.block: {self.block!r} must be a power of two of 16 or more.")
         if self.error_feedback and self.gradients is Codec.NONE:
             raise ValueError("communication.error_feedback needs communication.gradients: int8 or int4.")
@@ -234,6 +239,16 @@ class CommunicationConfig:
     @property
     def active(self) -> bool:
         return (self.weights, self.gradients) != (Codec.NONE, Codec.NONE)
+
+    def block_of(self, codec: Codec) -> int:
+        """Return how many elements share one scale."""
+        return self.block if self.block is not None else BLOCKS[codec]
+
+    @property
+    def alignment(self) -> int:
+        """Elements that are whole blocks of each codec in use; 1 where none is."""
+        in_use = {self.weights, self.gradients} - {Codec.NONE}
+        return max((self.block_of(codec) for codec in in_use), default=1)
 
 
 @dataclass(frozen=True, slots=True)

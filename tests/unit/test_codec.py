@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ourshard.config import Codec
+from ourshard.config import Codec, CommunicationConfig
 from ourshard.runtime import codec as codec_module
 from ourshard.runtime import codec_torch
 from ourshard.runtime.codec import BlockCodec, _mix, _mixed_seed
+from ourshard.runtime.coded import weight_codec
+from ourshard.runtime.coded_gradients import gradient_codec
 from torch import Tensor
 
 KINDS = [Codec.INT8, Codec.INT4, Codec.FP8]
@@ -163,6 +165,21 @@ def test_zero_huge_and_tiny_blocks(kind: Codec, stochastic: bool) -> None:
 @pytest.mark.parametrize(("kind", "nbytes"), [(Codec.INT8, 1040), (Codec.FP8, 1040), (Codec.INT4, 528)])
 def test_a_message_is_codes_and_one_float32_a_block(kind: Codec, nbytes: int) -> None:
     assert BlockCodec(kind, 256).nbytes(1024) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("gradients", "block", "expected"), [("int8", None, (256, 256)), ("int4", None, (256, 32)), ("int4", 64, (64, 64))]
+)
+def test_a_block_of_int4_is_shorter_and_shards_are_whole_blocks_of_both_codecs(
+    gradients: str, block: int | None, expected: tuple[int, int]
+) -> None:
+    config = CommunicationConfig(weights=Codec.INT8, gradients=Codec(gradients), block=block)
+    weights, reductions = weight_codec(config), gradient_codec(config)
+    assert weights is not None
+    assert reductions is not None
+    assert (weights.block, reductions.block) == expected
+    assert config.alignment == max(expected)
+    assert CommunicationConfig(block=block).alignment == 1
 
 
 def test_the_bytes_are_as_the_note_says() -> None:

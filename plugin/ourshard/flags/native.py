@@ -40,7 +40,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "communication.error_feedback": "carry the coding error of gradients to the next step",
     "communication.stochastic_rounding": "round gradients at random, without bias",
     "communication.seed": "of stochastic rounding",
-    "communication.block": "elements that share one scale",
+    "communication.block": "elements that share one scale; by default 256, of int4 32",
     "communication.two_hop_gathers": "gather weights between nodes first, then inside of each",
     "communication.node_size": "ranks of a node, for what goes in two hops; null: as launched; 1: all in one hop",
     "communication.transport": "auto, nccl, or peer: what moves the bytes",

@@ -39,7 +39,7 @@ def decide(config: ShardConfig, mesh: MeshSizes, hardware: Hardware) -> tuple[Sh
     """
     wanted, told = config.communication, []
     chosen = dict.fromkeys(("weights", "gradients"), Codec.NONE)
-    codec = BlockCodec(Codec.INT8, wanted.block)
+    codec = BlockCodec(Codec.INT8, wanted.block_of(Codec.INT8))
     if mesh.shard > 1 and wanted.weights is Codec.AUTO and config.stage == 3:
         pace = _pace_of_gathers(config, mesh, hardware, codec)
         chosen["weights"] = Codec.INT8 if pace.pays else Codec.NONE
@@ -93,7 +93,7 @@ def _pace_of_reductions(config: ShardConfig, mesh: MeshSizes, hardware: Hardware
 
 def _numel(config: ShardConfig, mesh: MeshSizes) -> int:
     """Return the elements of a buffer of whole blocks for each rank, as `runtime/links.py` moves."""
-    block = config.communication.block * mesh.replicate
+    block = config.communication.alignment * mesh.replicate
     return -(-MEASURED_NUMEL["cuda"] // (mesh.shard * block)) * block * mesh.shard
 
 

@@ -79,7 +79,7 @@ def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:
     lanes: list[LaneLayout] = []
     for world, indices in sorted(by_world.items()):
         specs = [TensorSpec(parameters[i].name, parameters[i].shape, keys[i]) for i in indices]
-        block = engine.config.communication.block if engine.config.communication.active else 1
+        block = engine.config.communication.alignment
         for lane in plan_unit(specs, world, align=max(16, block), fine_granules=True).lanes:
             tensors = tuple(LaneTensor(indices[t.index], t.offset, t.numel, t.granule) for t in lane.tensors)
             lanes.append(LaneLayout(lane.key, tensors, lane.shard_numel, lane.world))

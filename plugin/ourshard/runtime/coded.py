@@ -32,7 +32,7 @@ _CODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def weight_codec(config: CommunicationConfig) -> BlockCodec | None:
     """Return the codec of gathers, rounding to the nearest: weights have no sum in which errors average out."""
-    return None if config.weights is Codec.NONE else BlockCodec(config.weights, config.block)
+    return None if config.weights is Codec.NONE else BlockCodec(config.weights, config.block_of(config.weights))
 
 
 def can_code(shape: tuple[int, ...], dtype: torch.dtype) -> bool:

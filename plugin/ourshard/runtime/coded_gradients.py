@@ -61,7 +61,7 @@ def gradient_codec(config: CommunicationConfig) -> BlockCodec | None:
     """Return the codec of reductions."""
     if config.gradients is Codec.NONE:
         return None
-    return BlockCodec(config.gradients, config.block, stochastic=config.stochastic_rounding)
+    return BlockCodec(config.gradients, config.block_of(config.gradients), stochastic=config.stochastic_rounding)
 
 
 def replica_part(shard_numel: int, replicas: int, block: int) -> int:
@@ -89,7 +89,8 @@ def coded_numels(config: ShardConfig, numel: int, sizes: Mapping[str, int]) -> d
     if in_two_hops(config, sizes["node"], sizes["cross"]):
         numels[Site.NODE] = numel // sizes["node"]
     if sizes["replicate"] > 1:
-        part = replica_part(numel // sizes["shard"], sizes["replicate"], config.communication.block)
+        block = config.communication.block_of(config.communication.gradients)
+        part = replica_part(numel // sizes["shard"], sizes["replicate"], block)
         numels[Site.REPLICA] = part * sizes["replicate"]
         if config.shard_optimizer_over == "shard":  # else no gather of the mean follows
             numels[Site.MEAN] = part

@@ -101,7 +101,7 @@ def _uncounted(engine: Engine) -> Iterator[None]:
 def _pace_of_gathers(engine: Engine) -> Pace:
     shard = engine.mesh.shard
     whole, segment = _buffers(engine, engine.param_dtype)
-    codec = BlockCodec(Codec.INT8, engine.config.communication.block)
+    codec = BlockCodec(Codec.INT8, engine.config.communication.block_of(Codec.INT8))
     return Pace(
         _seconds(engine, lambda: engine.collectives.all_gather(whole, segment, shard, _LABEL)),
         _seconds(engine, lambda: gather_coded(engine, codec, whole, segment, _LABEL)),
@@ -137,7 +137,7 @@ def _pace_of_reductions(engine: Engine) -> Pace:
 
 def _buffers(engine: Engine, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a buffer of whole blocks for each rank, and this rank's part of it."""
-    shard, block = engine.mesh.shard, engine.config.communication.block * engine.mesh.replicate.size
+    shard, block = engine.mesh.shard, engine.config.communication.alignment * engine.mesh.replicate.size
     part = -(-MEASURED_NUMEL[engine.mesh.device.type] // (shard.size * block)) * block
     whole = torch.ones(shard.size * part, dtype=dtype or torch.float32, device=engine.mesh.device)
     return whole, whole[shard.rank * part : (shard.rank + 1) * part]
