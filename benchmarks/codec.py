@@ -1,9 +1,10 @@
 """Print the bandwidth of the codecs beside that of a plain copy.
 
-python benchmarks/codec.py [--device cuda] [--mib 512] [--block 256] [--sweep]
+python benchmarks/codec.py [--device cuda] [--mib 512] [--block ELEMENTS] [--sweep]
 
 Bandwidth counts every byte read and written once, as the copy does. "of copy" is what issue 8 asks to be 80% or more.
-With `--sweep` sums and stochastic rounding are timed for several shapes of their tiles instead.
+Blocks are as training has them where the config does not say, or of `--block` elements. With `--sweep` sums and
+stochastic rounding are timed for several shapes of their tiles instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from ourshard.config import Codec
+from ourshard.config import BLOCKS, Codec
 from ourshard.runtime.codec import BlockCodec
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +66,9 @@ def cases(codec: BlockCodec, values: Tensor) -> dict[str, tuple[Callable[[], Non
     }
 
 
-def rows_of(dtype: torch.dtype, numel: int, block: int, device: torch.device, repeats: int) -> Iterator[list[str]]:
+def rows_of(
+    dtype: torch.dtype, numel: int, block: int | None, device: torch.device, repeats: int
+) -> Iterator[list[str]]:
     """Time a copy and every codec for one dtype; yield the rows of the table."""
     values = torch.randn(numel, device=device).to(dtype)
     target = torch.empty_like(values)
@@ -73,8 +76,8 @@ def rows_of(dtype: torch.dtype, numel: int, block: int, device: torch.device, re
     copy_rate = 2 * values.nbytes / seconds
     yield [str(dtype), "", "copy", f"{1e3 * seconds:.3f}", f"{copy_rate / 1e9:.1f}", "100%"]
     for kind, stochastic in itertools.product((Codec.INT8, Codec.INT4, Codec.FP8), (False, True)):
-        label = kind.value + (", stochastic" if stochastic else "")
-        for call, (run, nbytes) in cases(BlockCodec(kind, block, stochastic), values).items():
+        label = f"{kind.value}, {block or BLOCKS[kind]}" + (", stochastic" if stochastic else "")
+        for call, (run, nbytes) in cases(BlockCodec(kind, block or BLOCKS[kind], stochastic), values).items():
             if stochastic and call != "encode":
                 continue
             seconds = seconds_of(run, device, repeats)
@@ -83,13 +86,14 @@ def rows_of(dtype: torch.dtype, numel: int, block: int, device: torch.device, re
             yield [str(dtype), label, call, f"{1e3 * seconds:.3f}", f"{rate / 1e9:.1f}", share]
 
 
-def sweep(values: Tensor, block: int, device: torch.device, repeats: int) -> Table:
+def sweep(values: Tensor, block: int | None, device: torch.device, repeats: int) -> Table:
     """Time sums and stochastic rounding for several tiles, warps, and parts whose loads are under way at once."""
     from ourshard.runtime import codec_triton
 
     table = Table("codec", "call", "tile", "warps", "together", "ms", title=f"{values.numel()} {values.dtype}")
     for kind, stochastic in ((Codec.INT8, False), (Codec.INT4, False), (Codec.INT8, True)):
-        name, (run, _) = list(cases(BlockCodec(kind, block, stochastic), values).items())[0 if stochastic else -1]
+        codec = BlockCodec(kind, block or BLOCKS[kind], stochastic)
+        name, (run, _) = list(cases(codec, values).items())[0 if stochastic else -1]
         parts = (1,) if stochastic else (4, 8)
         for tile, warps, together in itertools.product((2048, 4096, 8192), (4, 8), parts):
             codec_triton.TILE_NUMEL, codec_triton.WARPS, codec_triton.TOGETHER = tile, warps, together
@@ -103,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mib", type=int, default=512, help="MiB of float32 source; bfloat16 takes half")
-    parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--block", type=int)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--sweep", action="store_true", help="CUDA only")
     args = parser.parse_args()
@@ -113,7 +117,7 @@ def main() -> None:
         Console(width=120).print(sweep(torch.randn(numel, device=device).bfloat16(), args.block, device, args.repeats))
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    title = f"{name}; {numel} elements, blocks of {args.block}"
+    title = f"{name}; {numel} elements"
     table = Table("dtype", "codec", "call", "ms", "GB/s", "of copy", title=title)
     for dtype in (torch.bfloat16, torch.float32):
         for row in rows_of(dtype, numel, args.block, device, args.repeats):
