@@ -73,6 +73,7 @@ def test_it_has_with_other_optimizers_too(ranks):
 def begun(kind: str) -> dict[str, Any]:
     """Step with lanes that take 0.1 s; return how many lanes were under way then, and after what looks at them."""
     from ourshard import engine_of, shard_model
+    from ourshard.checkpoint.background import BACKGROUND
     from ourshard.runtime import behind
 
     model = shard_model(toy(), BEHIND)
@@ -81,6 +82,9 @@ def begun(kind: str) -> dict[str, Any]:
     optimizer = adamw(model.parameters())
     if kind == "hook":
         optimizer.register_step_post_hook(lambda *_: None)
+    if kind == "after a save":  # which counts steps
+        BACKGROUND._steps.begin()
+        BACKGROUND._steps.end()
     under_way = lambda: sum(lane.stepping is not None for lane in engine.lanes())  # noqa: E731
     run, seen = behind._run, []
 
@@ -111,12 +115,14 @@ def begun(kind: str) -> dict[str, Any]:
     return {"seen": seen, "lanes": lanes}
 
 
-@pytest.mark.parametrize("kind", ["forward", "state_dict", "rows", "hook", "nobody"])
+@pytest.mark.parametrize("kind", ["forward", "state_dict", "rows", "hook", "after a save", "nobody"])
 def test_a_step_returns_while_lanes_are_stepped_and_whoever_looks_waits(ranks, kind):
     for told in ranks(2)(begun, kind):
         lanes = told["lanes"]
         assert lanes > 3
-        assert told["seen"] == {"hook": [0, 0], "nobody": [lanes, lanes]}.get(kind, [lanes, 0])
+        nobody_looks = [lanes, lanes]
+        seen = {"hook": [0, 0], "after a save": nobody_looks, "nobody": nobody_looks}
+        assert told["seen"] == seen.get(kind, [lanes, 0])
 
 
 def clipped() -> None:
