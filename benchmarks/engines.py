@@ -18,7 +18,8 @@ from works import Work
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 LR, CLIP = 1e-4, 1.0
-DISK = os.environ.get("BENCH_DISK", "/tmp")  # a folder for the engine whose name ends in _disk
+DISK = os.environ.get("BENCH_DISK", "/tmp")  # a folder for the engines whose names end in _disk
+RATIO = float(os.environ.get("BENCH_RATIO", "0.5"))  # of the optimizer that the engines whose names end in _part leave
 
 
 @dataclass(slots=True)
@@ -157,7 +158,11 @@ def fsdp1(model: nn.Module, work: Work, phases: Phases) -> Step:
     return _plain_step(wrapped, optimizer, phases, lambda: wrapped.clip_grad_norm_(CLIP))
 
 
-def _deepspeed(stage: int, offload: bool = False, quantized: bool = False) -> Callable[[nn.Module, Work, Phases], Step]:
+def _deepspeed(
+    stage: int, offload: str = "", params: str = "", quantized: bool = False
+) -> Callable[[nn.Module, Work, Phases], Step]:
+    """`offload`, `params`: "cpu" or "nvme"; it compiles its CPU Adam, and its reads and writes of a disk."""
+
     def build(model: nn.Module, work: Work, phases: Phases) -> Step:
         import deepspeed
 
@@ -171,9 +176,11 @@ def _deepspeed(stage: int, offload: bool = False, quantized: bool = False) -> Ca
         }
         if quantized:  # ZeRO++; its gradients are int4
             config["zero_optimization"] |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-        if offload:  # its own CPU Adam, which it compiles
-            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        else:
+        for key, tier in (("offload_optimizer", offload), ("offload_param", params)):
+            if tier:
+                config["zero_optimization"][key] = {"device": tier, "pin_memory": True}
+                config["zero_optimization"][key] |= {"nvme_path": DISK} if tier == "nvme" else {}
+        if not offload:
             config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
         engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
@@ -257,7 +264,10 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "deepspeed1": _deepspeed(1),
     "deepspeed2": _deepspeed(2),
     "deepspeed3": _deepspeed(3),
-    "deepspeed3_offload": _deepspeed(3, offload=True),
+    "deepspeed2_offload": _deepspeed(2, offload="cpu"),
+    "deepspeed3_offload": _deepspeed(3, offload="cpu"),
+    "deepspeed3_offload_all": _deepspeed(3, offload="cpu", params="cpu"),
+    "deepspeed3_offload_disk": _deepspeed(3, offload="nvme"),
     "deepspeed3_quantized": _deepspeed(3, quantized=True),
     "megatron_fsdp": megatron_fsdp,
     "ourshard1": _ourshard(stage=1),
@@ -287,6 +297,9 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
         stage=3, offload={"optimizer": "cpu", "params": "nvme", "nvme_path": DISK, "overlap_step": True}
     ),
     "ourshard3_offload_half": _ourshard(stage=3, offload={"optimizer": "cpu", "optimizer_ratio": 0.5}),
+    "ourshard3_offload_all_part": _ourshard(
+        stage=3, offload={"optimizer": "cpu", "params": "cpu", "optimizer_ratio": RATIO}
+    ),
     "ourshard3_offload_disk": _ourshard(stage=3, offload={"optimizer": "nvme", "nvme_path": DISK}),
     "ourshard-hybrid": _ourshard(stage=3, shard_size=2),
 }

@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,20 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     results = []
     for work in options.works:
-        for engine in options.engines:
-            result = run(engine, work, options)
-            if result:
-                results.append(result)
-                with options.out.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+        results += run_all(options.engines, work, options)
     show(results)
+
+
+def run_all(engines: list[str], work: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run engines on one work, one after the other; note the figures of each in `options.out` as they come."""
+    results = []
+    for engine in engines:
+        result = run(engine, work, options)
+        if result:
+            results.append(result)
+            with options.out.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    return results
 
 
 def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] | None:
@@ -77,20 +85,54 @@ def run(engine: str, work: str, options: argparse.Namespace) -> dict[str, Any] |
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
-    try:
-        output, _ = process.communicate(timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        end_all(process.pid)
-        output, _ = process.communicate()
-        print(f"{engine} on {work}: no result in {options.timeout} s\n{output[-2000:]}", flush=True)
-        return None
+    with HostPeak() as host:
+        try:
+            output, _ = process.communicate(timeout=options.timeout)
+        except subprocess.TimeoutExpired:
+            end_all(process.pid)
+            output, _ = process.communicate()
+            print(f"{engine} on {work}: no result in {options.timeout} s\n{output[-2000:]}", flush=True)
+            return None
     for line in output.splitlines():
         if line.startswith("RESULT "):
             result = json.loads(line.removeprefix("RESULT "))
-            print(f"{work} {engine}: {result['step_ms']:.1f} ms, {result['reserved_gib']:.1f} GiB", flush=True)
+            result["host_gib"] = host.nbytes / 2**30
+            print(
+                f"{work} {engine}: {result['step_ms']:.1f} ms, {result['reserved_gib']:.1f} GiB on a card, "
+                f"{result['host_gib']:.1f} GiB of the host",
+                flush=True,
+            )
             return result
     print(f"{engine} on {work} failed:\n{output[-3000:]}", flush=True)
     return None
+
+
+class HostPeak:
+    """The most host memory that was taken in a `with` block, on a machine where nothing else runs.
+
+    From what the system has available, as it counts pinned memory too, whoever took it. The page cache does not count.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._least = psutil.virtual_memory().available
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    @property
+    def nbytes(self) -> int:
+        return self._before - self._least
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.1):
+            self._least = min(self._least, psutil.virtual_memory().available)
+
+    def __enter__(self) -> HostPeak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def end_all(pid: int) -> None:
@@ -121,6 +163,7 @@ def show(results: list[dict[str, Any]]) -> None:
             "card",
             "at rest",
             "host ms",
+            "host GiB",
             "loss",
         ]
         for head in heads:
@@ -138,6 +181,7 @@ def show(results: list[dict[str, Any]]) -> None:
                 f"{r['device_gib']:.2f}",
                 f"{r['between_steps_gib']:.2f}",
                 f"{r['host_ms']:.1f}",
+                f"{r['host_gib']:.1f}",
                 f"{r['loss']:.4f}",
             )
         console.print(table)

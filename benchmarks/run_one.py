@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from engines import ENGINES, Phases, Step
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from works import WORKS
+from works import work_named
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", required=True, choices=sorted(ENGINES))
-    parser.add_argument("--work", required=True, choices=sorted(WORKS))
+    parser.add_argument("--work", required=True, help="of works.py")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--absent", type=int, default=0, help="ranks that do not exist: collectives return at once")
@@ -57,7 +57,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return the figures of one engine on one work."""
     bypass_mask_builder()
-    work = WORKS[options.work]
+    work = work_named(options.work)
     torch.manual_seed(0)
     with device:
         model = work.build()

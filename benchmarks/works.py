@@ -71,3 +71,16 @@ WORKS = {
         Work("tiny", layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, batch=2, seq=32, vocab=97),
     )
 }
+
+
+def work_named(name: str) -> Work:
+    """Return a work by name: one of `WORKS`, or `llama-4b-checkpointed` with other layers as `llama-4096-x30`.
+
+    Raises `ValueError` where there is none.
+    """
+    prefix, _, layers = name.partition("-x")
+    if prefix == "llama-4096" and layers.isdecimal():
+        return replace(_4B, name=name, layers=int(layers))
+    if name not in WORKS:
+        raise ValueError(f"--work: {name!r} is not llama-4096-x<layers>, or one of {', '.join(sorted(WORKS))}.")
+    return WORKS[name]
