@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engines import ENGINES, Phases, Step
+from ourshard.planning.starts import start_seconds
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from works import work_named
 
@@ -57,6 +58,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return the figures of one engine on one work."""
     bypass_mask_builder()
+    starts = of_each_rank(1e6 * start_seconds(device), device)
     work = work_named(options.work)
     torch.manual_seed(0)
     with device:
@@ -77,7 +79,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     phases.mark()
     torch.cuda.synchronize()
     figures = timings(phases.marks)
-    by_rank = step_of_each_rank(figures["step_ms"], device)
+    by_rank = of_each_rank(figures["step_ms"], device)
     figures["step_ms"] = max(by_rank)  # a job goes at the pace of its slowest card, also where nothing is exchanged
     total = loss.detach().float().clone()
     dist.all_reduce(total)
@@ -86,6 +88,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
         "work": options.work,
         **figures,
         "rank_ms": by_rank,
+        "start_us": max(starts),  # of a kernel, which the plan is told
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "device_gib": _device_used() / 2**30,
@@ -113,10 +116,10 @@ def transport() -> str:
     return next((f"NCCL: {e.without_peers}" if e.peer is None else "peer copies" for e in SHARDED), "")
 
 
-def step_of_each_rank(step_ms: float, device: torch.device) -> list[float]:
-    """Return the median milliseconds of a step on every rank; cards of one host differ by a few percent."""
+def of_each_rank(mine: float, device: torch.device) -> list[float]:
+    """Return a time of every rank; cards of one host differ by a few percent."""
     times = torch.zeros(dist.get_world_size(), device=device)
-    times[dist.get_rank()] = step_ms
+    times[dist.get_rank()] = mine
     dist.all_reduce(times)
     return [time for time in times.tolist() if time]  # absent ranks have none
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ourshard.doctor import speed, training
 from ourshard.doctor.cli import app
@@ -18,6 +19,7 @@ from ourshard.doctor.examination import Report, _alike, _merged
 from ourshard.doctor.finding import Finding, Verdict, run
 from ourshard.doctor.machine import memory_limit
 from ourshard.doctor.ranks import measure_clocks, measure_collectives
+from ourshard.planning import starts
 from ourshard.runtime.mesh import default_device
 from typer.testing import CliRunner
 
@@ -195,3 +197,12 @@ def collective_rates() -> list[Finding]:
 def test_all_ranks_agree_on_the_rates_of_collectives(ranks: Any) -> None:
     first, second = ranks(2)(collective_rates, timeout=60)
     assert first[0].values == second[0].values
+
+
+def test_kernel_starts_are_counted_as_the_planner_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starts, "_REPEATS", 1)
+    monkeypatch.setattr(starts.time, "perf_counter", iter(range(100)).__next__)
+    before = torch.random.get_rng_state()
+    assert starts.start_seconds(torch.device("cpu")) == pytest.approx(1 / starts._kernels())
+    assert 100 < starts._kernels() < 400, "of a transformer of 4 layers"
+    assert torch.equal(before, torch.random.get_rng_state())

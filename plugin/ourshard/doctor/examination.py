@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ourshard.doctor.finding import Finding, Verdict, run, worst
 from ourshard.doctor.machine import look_at_gpus, look_at_limits, look_at_memory
 from ourshard.doctor.ranks import measure_clocks, measure_collectives, meet
-from ourshard.doctor.speed import measure_adamw, measure_disk
+from ourshard.doctor.speed import measure_adamw, measure_disk, measure_starts
 from ourshard.doctor.training import check_training
 from ourshard.doctor.versions import look_at_versions
 
@@ -103,6 +103,7 @@ def _together(device: torch.device, world: int) -> list[Finding]:
     if world > 1:
         meet(device)
     found = run("AdamW on the host", lambda: measure_adamw(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    found += run("kernel starts", lambda: measure_starts(device))
     if world == 1:
         text = "one process: no collective was measured; see --processes, or start it with a launcher"
         return [*found, Finding("collectives", text), *run("training", lambda: check_training(device))]

@@ -13,6 +13,7 @@ import torch
 
 from ourshard.doctor.finding import Finding, Verdict
 from ourshard.doctor.machine import idle_cores
+from ourshard.planning.starts import start_seconds
 
 _BLOCK = 8 * 2**20  # bytes of one request
 _BLOCKS = 32
@@ -91,3 +92,12 @@ def measure_adamw(local_ranks: int) -> list[Finding]:
         fix = f"OMP_NUM_THREADS={cores} (launchers set 1), if the optimizer is to be offloaded"
         return [Finding("AdamW on the host", text, Verdict.NOTE, fix, values)]
     return [Finding("AdamW on the host", text, values=values)]
+
+
+def measure_starts(device: torch.device) -> list[Finding]:
+    """Measure how fast the host starts kernels, which decides where these are small; all ranks of a host at once."""
+    if device.type != "cuda":
+        return []
+    seconds = start_seconds(device)
+    text = f"the host starts a kernel in {seconds * 1e6:.1f} us"
+    return [Finding("kernel starts", text, values={"seconds": seconds})]
