@@ -53,10 +53,11 @@ class Work:
             num_hidden_layers=self.layers,
             num_attention_heads=self.width // 64,
         )
-        return LlamaForCausalLM(config)
+        with torch.device("cuda"):  # one thread of the host takes 10 s to draw the larger one
+            return LlamaForCausalLM(config)
 
 
-HOST_BOUND, GPU_BOUND = Work(1024, 12, 4), Work(2048, 16, 16)
+HOST_BOUND, GPU_BOUND = Work(1024, 12, 4), Work(2048, 16, 40)
 
 
 class Rows(torch.utils.data.Dataset):
