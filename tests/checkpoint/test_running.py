@@ -221,6 +221,28 @@ def test_a_rank_that_fails_fails_all_and_the_last_checkpoint_stays(ranks: Any, t
         assert source.description.step == 3
 
 
+def load_a_rate_in_a_tensor(root: str) -> tuple[bool, list[float]]:
+    import ourshard
+
+    model, _ = made({"stage": 3})
+    rate = torch.tensor(1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+    told = []
+    for name, value in (("tensor", rate), ("number", 0.25)):
+        optimizer.param_groups[0]["lr"] = value
+        ourshard.save(model, optimizer, f"{root}/{name}")
+        optimizer.param_groups[0]["lr"] = rate
+        rate.fill_(7.0)
+        ourshard.load(model, optimizer, f"{root}/{name}")
+        told.append(rate.item())
+    return optimizer.param_groups[0]["lr"] is rate, told
+
+
+def test_a_rate_that_is_a_tensor_stays_the_tensor_that_others_hold(ranks: Any, tmp_path: Path) -> None:
+    """CASES A06."""
+    assert ranks(1)(load_a_rate_in_a_tensor, str(tmp_path)) == [(True, pytest.approx([1e-3, 0.25]))]
+
+
 def load_what_does_not_fit(root: str, what: str) -> str:
     import ourshard
 

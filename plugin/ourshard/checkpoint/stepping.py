@@ -218,7 +218,7 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
     for portion in portions:
         beside.setdefault(id(portion.stepped), []).append(portion)
     for (optimizer, group), values in zip(groups, saved.source.description.param_groups, strict=True):
-        group.update(_options_of(values, group, saved.source))
+        _set_options(group, _options_of(values, group, saved.source))
         on_device = bool(group.get("fused") or group.get("capturable"))
         for stepped in group["params"]:
             if id(stepped) not in beside:  # of another model
@@ -229,6 +229,18 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
                 put_away(optimizer, stepped)
             else:
                 optimizer.state.pop(stepped, None)
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set the options of a group; one that is a tensor, as the rate of a captured step, stays the same tensor."""
+    for key, value in options.items():
+        own = group.get(key)
+        if isinstance(own, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
+            new = torch.as_tensor(value)
+            if new.shape == own.shape:
+                own.copy_(new)
+                continue
+        group[key] = value
 
 
 def _options_of(values: Mapping[str, Any], group: Mapping[str, Any], source: Source) -> State:
