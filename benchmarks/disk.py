@@ -5,8 +5,8 @@
 One process. First the disk is tried: a file is written and read with O_DIRECT, one piece of 8 MiB
 after the other (what `dd oflag=direct bs=8M` does), and with the 8 threads that a step has. Then a stack of layers, as
 many as the disk moves in the time that is left, is trained: a step of AdamW reads each master and two moments and
-writes them back (12 bytes an element each way). Every line is printed as soon as it is known, and nothing begins that
-would not end in `--seconds`.
+writes them back (12 bytes an element each way). Every line is printed as soon as it is known; two layers and two steps
+are the least, else nothing begins that would not end in `--seconds`. Each layer is a unit, and so passes by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ourshard.runtime.api import engine_of, shard_model
 from torch import nn
 
 LARGEST = 2 * 2**30  # bytes that the disk is tried with
+EACH = {"stage": 3, "persist_below": 0, "wrap": {"classes": ["Linear"], "merge": 0}}
 STEPS = 4  # of which the first takes space for the moments
 
 
@@ -52,10 +53,7 @@ def main() -> None:
     layer = 12 * options.width**2
     # A step reads and writes once; the masters are written when the model is sharded.
     passes = (end - time.perf_counter()) * 0.3 / (STEPS + 1)
-    layers = min(32, int(copied * passes / layer))
-    if layers < 2:
-        say(f"a step of two layers would take {2 * layer / copied:.0f} s: not measured")
-        return
+    layers = min(32, max(2, int(copied * passes / layer)))
     seconds = step_seconds(layers, options, end)
     rate = layers * layer / seconds
     say(f"step from the disk, {layers} layers: {seconds * 1e3:.0f} ms, {rate / 1e9:.2f} GB/s each way")
@@ -88,9 +86,9 @@ def copy_rate(folder: Path, seconds: float) -> float:
 
 
 def step_seconds(layers: int, options: argparse.Namespace, end: float) -> float:
-    """Return the median seconds of `optimizer.step()`; the first, and what would end too late, are left out."""
+    """Return the median seconds of `optimizer.step()`, without the first, which makes moments and touches buffers."""
     offload = {"optimizer": "nvme", "nvme_path": str(options.folder)}
-    model = shard_model(Stack(layers, options.width), {"stage": 3, "persist_below": 0, "offload": offload})
+    model = shard_model(Stack(layers, options.width), {**EACH, "offload": offload})
     engine = engine_of(model)
     assert engine is not None
     ones = torch.ones(1, options.width, device=engine.mesh.device)  # a GPU, where there is one
@@ -103,18 +101,18 @@ def step_seconds(layers: int, options: argparse.Namespace, end: float) -> float:
         times.append(time.perf_counter() - start)
         optimizer.zero_grad()
         say(f"step {number}: {times[-1] * 1e3:.0f} ms")
-    return statistics.median(times[1:] or times)
+    return statistics.median(times[1:])
 
 
 def numbers_until(end: float) -> Iterator[int]:
-    """Count steps up to `STEPS`, while one more as long as the longest so far would end in time."""
+    """Count steps up to `STEPS`, two at least, while one more as long as the longest since the first ends in time."""
     longest = 0.0
     for number in range(STEPS):
         start = time.perf_counter()
-        if number and start + longest > end:
+        if number > 1 and start + longest > end:
             return
         yield number
-        longest = max(longest, time.perf_counter() - start)
+        longest = max(longest, time.perf_counter() - start) if number else 0.0
 
 
 def wait(moving: list[Future[None]]) -> None:
