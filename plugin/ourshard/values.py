@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -104,16 +106,17 @@ def _convert_enum(hint: type[Enum], value: Any, key: str) -> Enum:
 
 def _convert_scalar(hint: Any, value: Any, key: str) -> Any:
     if hint is str:
-        if isinstance(value, (bool, int, float, Mapping, list)):
+        if not isinstance(value, (str, os.PathLike)):
             raise ValueError(f"{key}: expected text, got {value!r}.")
         return str(value)
     if isinstance(value, str):
         value = _parse_scalar(value)
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is int and isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int and number and value == int(value):
         return int(value)
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if hint is float and number:
         return float(value)
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(hint, str(hint))
     raise ValueError(f"{key}: expected {wanted}, got {value!r}.")

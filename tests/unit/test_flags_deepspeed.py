@@ -66,9 +66,25 @@ def test_auto_takes_the_trainers_values_and_is_dropped_where_there_are_none() ->
 @pytest.mark.parametrize("flag", DEEPSPEED.flags, ids=lambda flag: flag.key)
 def test_auto_never_reaches_the_result_whatever_key_it_stands_on(flag: Any) -> None:
     key = f"{flag.key}.anything" if flag.tree else flag.key
-    result = from_deepspeed({**{"zero_optimization.stage": 1}, key: "auto"})
+    result = from_deepspeed({**{"zero_optimization.stage": 1}, key: "auto"}, {"zero_optimization.stage": 1})
     assert "auto" not in json.dumps([result.said, dict(result.run.said)])
-    assert result.config == ShardConfig(stage=0 if key == "zero_optimization.stage" else 1)
+    assert result.config == ShardConfig(stage=1)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (zero(stage="auto"), r'ds_config: zero_optimization.stage: "auto" has nobody to follow'),
+        ({"zero_optimization": 3}, r"ds_config: zero_optimization: expected keys and values, got 3. Its keys: stage,"),
+        ({"bf16": True}, r"ds_config: bf16: expected keys and values, got True. Its keys: enabled,"),
+        (zero(offload_param={"devise": "cpu"}), r"ds_config: Unknown.*offload_param.devise'.*offload_param.device'"),
+        ({"gradient_clipping": -1}, r"ds_config: gradient_clipping: -1.0 is too small"),
+        ({"gradient_accumulation_steps": 0}, r"ds_config: gradient_accumulation_steps: 0 is too small"),
+    ],
+)
+def test_values_that_can_not_be_are_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_deepspeed(raw)
 
 
 def test_the_persistence_threshold_auto_follows_the_hidden_size_or_stays_ours() -> None:

@@ -144,6 +144,16 @@ def test_fsdp_deepspeed_and_native_sections_join_when_they_agree() -> None:
         (lambda: resolve({"a": {"ourshard_config": [1]}}, {}), r"a: ourshard_config: expected keys .* got \[1\]"),
         (lambda: resolve({"a": {"fsdp_config": "full"}}, {}), r"a: fsdp_config: expected keys and values, got 'full'"),
         (lambda: resolve({"a": {"deepspeed_config": 3}}, {}), r"a: deepspeed_config: expected keys and values, got 3"),
+        (
+            lambda: resolve({"a": {"persist_below": float("inf")}}, {}),
+            r"a: persist_below: expected a whole number, got inf",
+        ),
+        (lambda: resolve({"a": {"timeout": float("nan")}}, {}), r"a: timeout: expected a number, got nan"),
+        (lambda: resolve({"a": {"offload.nvme_path": b"/x"}}, {}), r"a: offload.nvme_path: expected text, got b'/x'"),
+        (
+            lambda: resolve({"a": {"zero_optimzation": {"stage": 3}}}, {}),
+            r"'zero_optimzation.*'zero_optimization.stage'",
+        ),
         (lambda: resolve({"a": {"stage": 5}}, {}), r"stage: 5 does not exist.*\(stage from a\)"),
         (
             lambda: resolve({"a": "offload.params=cpu"}, {"OURSHARD_STAGE": "2"}),

@@ -13,7 +13,7 @@ from typing import Any
 from ourshard.config import ShardConfig
 from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, ZERO
 from ourshard.flags.fsdp import unsayable
-from ourshard.flags.language import Language, normalise
+from ourshard.flags.language import Language, in_source, normalise
 from ourshard.flags.result import FlagResult, disagreement, merge
 from ourshard.values import flatten
 
@@ -73,7 +73,11 @@ def load_json(path: str | Path) -> dict[str, Any]:
 
 
 def _read(raw: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> FlagResult:
-    return DEEPSPEED.read(_resolve_auto(_flat(raw), auto, source), source)
+    try:
+        resolved = _resolve_auto(_flat(raw), auto, source)
+    except ValueError as error:
+        raise ValueError(in_source(error, source)) from error
+    return DEEPSPEED.read(resolved, source)
 
 
 def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,13 +98,15 @@ def _resolve_auto(flat: Mapping[str, Any], auto: Mapping[str, Any], source: str)
     known = {DEEPSPEED.find(key).key if not DEEPSPEED.find(key).tree else key: value for key, value in auto.items()}
     resolved: dict[str, Any] = {}
     for spelling, value in flat.items():
-        if value is None and DEEPSPEED.is_section(spelling):
+        if DEEPSPEED.is_empty(spelling, value):
             continue
         flag = DEEPSPEED.find(spelling)
         key = spelling if flag.tree else flag.key
         if isinstance(value, str) and value.lower() == "auto":
             if known.get(key) is not None:
                 resolved[spelling] = known[key]
+            elif key == _STAGE:
+                raise ValueError(f'{spelling}: "auto" has nobody to follow; write 0, 1, 2 or 3.')
             continue
         resolved[spelling] = value
         if known.get(key) is not None and value is not None and key != _PERSIST:

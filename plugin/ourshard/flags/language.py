@@ -128,6 +128,18 @@ class Language:
         """Say whether `key` only holds other keys, as `zero_optimization` does."""
         return any(spelling.startswith(f"{key}.") for spelling in self.by_spelling)
 
+    def is_empty(self, key: str, value: Any) -> bool:
+        """Say whether `key` is a section without content.
+
+        Raises:
+            ValueError: a value stands where the section's keys belong.
+        """
+        section = key not in self.by_spelling and self.is_section(key)
+        if section and value is not None:
+            inner = ", ".join(name.removeprefix(f"{key}.") for name in self.by_spelling if name.startswith(f"{key}."))
+            raise ValueError(f"{key}: expected keys and values, got {value!r}. Its keys: {inner}.")
+        return section
+
     def words(self, flat: Mapping[str, Any], source: str) -> dict[str, Word]:
         """Return what `flat` says, by canonical key; `None` says nothing.
 
@@ -136,7 +148,7 @@ class Language:
         """
         words: dict[str, Word] = {}
         for spelling, given in flat.items():
-            if given is None and self.is_section(spelling):
+            if self.is_empty(spelling, given):
                 continue
             flag = self.find(spelling)
             if given is None:
@@ -159,8 +171,7 @@ class Language:
         try:
             return self._read(flat, source)
         except ValueError as error:
-            text = str(error)
-            raise ValueError(text if source in text else f"{source}: {text}") from error
+            raise ValueError(in_source(error, source)) from error
 
     def _read(self, flat: Mapping[str, Any], source: str) -> FlagResult:
         words = self.words(flat, source)
@@ -180,6 +191,12 @@ class Language:
                 origins.setdefault(target, origin)
         lines = [f"{', '.join(keys)}: {note}" for note, keys in notes.items()]
         return build(said, origins, lines)  # the values together are checked by who joins the sources
+
+
+def in_source(error: ValueError, source: str) -> str:
+    """Return the message of `error`, with the source that it is about."""
+    text = str(error)
+    return text if source in text else f"{source}: {text}"
 
 
 def _outcome(key: str, word: Word, values: Mapping[str, Any]) -> Outcome:

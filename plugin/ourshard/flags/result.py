@@ -29,6 +29,13 @@ class RunSettings:
     scheduler: Mapping[str, Any] = field(default_factory=dict)  # {"type": ..., "params": {...}}
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of torch's GradScaler
 
+    def __post_init__(self) -> None:
+        least = {"gradient_clipping": 0, "gradient_accumulation_steps": 1, "train_batch_size": 1, "micro_batch_size": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{name}: {value!r} is too small; it must be {bound} or more.")
+
     @property
     def said(self) -> dict[str, Any]:
         """Return the settings that were said, by field name."""

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,11 @@ def _language(values: Mapping[str, Any]) -> str:
     deepspeed = {key.partition(".")[0] for key in DEEPSPEED.by_spelling}
     known = {"native": own, "fsdp": fsdp, "deepspeed": deepspeed}
     tops = {str(key).partition(".")[0] for key in values}
-    return max(known, key=lambda name: len(tops & known[name]))
+
+    def fits(name: str) -> tuple[int, int]:  # a key that is misspelt counts where none is right
+        return len(tops & known[name]), sum(bool(get_close_matches(top, known[name], n=1)) for top in tops)
+
+    return max(known, key=fits)
 
 
 def from_text(text: str, source: str) -> FlagResult:
