@@ -7,6 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from ourshard.config import OffloadConfig, Tier
@@ -23,11 +24,13 @@ class Driver:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.registered: dict[int, int] = {}
+        self.resident: list[int] = []  # bytes of this process at each call
 
     def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
         if sum(self.registered.values()) + nbytes > self.limit:
             return 2
         self.registered[pointer] = nbytes
+        self.resident.append(psutil.Process().memory_info().rss)
         return 0
 
     def cudaHostUnregister(self, pointer: int) -> int:
@@ -52,6 +55,13 @@ def test_buffers_start_on_pages_and_count_what_was_asked_for(numel: int, dtype: 
     assert not buffer.any()
     assert host.nbytes == numel * dtype.itemsize
     assert host.pinned_nbytes == 0
+
+
+def test_pages_are_taken_before_the_driver_is_asked(driver: Driver) -> None:
+    """The driver takes those of 6 GiB in 1.8 s; taken before, it needs 0.5 s with that."""
+    driver.limit, before = 1 << 30, psutil.Process().memory_info().rss
+    assert not HostMemory(GPU, pin=True).take(48 << 20, torch.uint8).any()
+    assert driver.resident[0] - before > 40 << 20
 
 
 def test_exactly_the_bytes_of_the_buffers_are_pinned_and_let_go_with_them(driver: Driver) -> None:

@@ -72,6 +72,7 @@ class HostMemory:
         return buffer.view(dtype)
 
     def _register(self, buffer: torch.Tensor) -> None:
+        buffer[::_PAGE] = 0  # takes the pages, huge ones at once: the driver would take them three times as slowly
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
         if int(code) == 0:
             self._registered.append(buffer)
