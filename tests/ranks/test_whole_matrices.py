@@ -101,6 +101,33 @@ def test_replicas_hosts_and_deferred_reductions_change_nothing(ranks, more):
     ranks(4)(each_kind, {"stage": 3, "persist_below": 0, **more}, timeout=120)
 
 
+def from_disk(folder: str, kinds: list[str]) -> None:
+    """Step from a disk, where parameters rest there, too; a save and whole values are as on the device."""
+    from ourshard import full_state_dict
+
+    for kind in kinds:
+        offload = {"optimizer": "nvme", "params": "nvme", "nvme_path": folder}
+        here, there = [
+            pair({"stage": 3, "persist_below": 0, **more}, toy, maker(kind)) for more in ({}, {"offload": offload})
+        ]
+        for both in (here, there):
+            both.train(3)
+        wanted, found = full_state_dict(here.sharded), full_state_dict(there.sharded)
+        assert all(torch.equal(value, found[name]) for name, value in wanted.items()), kind
+        states = [both.optimizer.state_dict()["state"] for both in (here, there)]
+        assert str(states[0]) == str(states[1]), kind
+
+
+def test_they_step_from_a_disk_with_the_same_bits(ranks, tmp_path):
+    ranks(2)(from_disk, str(tmp_path), ["Adafactor", "transformers"])
+
+
+@WORLDS
+@pytest.mark.slow
+def test_they_do_over_more_ranks_and_in_other_kinds_too(ranks, tmp_path, world):
+    ranks(world)(from_disk, str(tmp_path), [kind for kind in KINDS if kind != "Layered"])
+
+
 class Both:
     """Muon for matrices and AdamW for the rest, as one."""
 

@@ -10,7 +10,7 @@ rests on the disk can't be used any more, not for a save either. The last checkp
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -107,33 +107,67 @@ class ShardDisk:
         if self._lost is not None:
             raise RuntimeError(self._lost)
 
-    def bring(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, torch.Tensor]]:
+    def bring(
+        self, optimizer: Optimizer, lanes: Sequence[Lane], *, together: bool = False
+    ) -> Generator[tuple[Lane, torch.Tensor], None, None]:
         """Yield each lane that has a gradient, with its master, while it is in a window."""
         transits = [Transit(self._file_of(lane), optimizer) for lane in lanes if _has_gradient(optimizer, lane)]
         failure: str | None = None
         try:
-            self.check()
-            yield from self._pass(transits)
+            yield from self._pass(transits, together)
         except (OSError, RuntimeError) as problem:
             if not isinstance(problem, OSError) and self._lost is None:
                 raise
             failure = str(problem)
         self._agree(failure)
 
-    def _pass(self, transits: list[Transit]) -> Iterator[tuple[Lane, torch.Tensor]]:
+    def _pass(self, transits: list[Transit], together: bool) -> Iterator[tuple[Lane, torch.Tensor]]:
+        failure: Exception | None = None
         try:
-            self._begin(transits, 0)
+            if not transits:
+                self.check()
             for number, transit in enumerate(transits):
-                self._begin(transits, number + 1)
-                master = transit.enter()
+                master = self._enter(transits, number, failure, together)
+                if master is None:
+                    return
                 try:
                     yield transit.lane, master
                 finally:  # after a step that failed too: in memory, too, what it changed would stay changed
                     with self._streams.gather() as stream:
                         self._windows[number % len(self._windows)].sent = stream.mark(None)
-                    transit.leave()
+                    try:
+                        transit.leave()
+                    except OSError as problem:  # for the next lane, where all ranks may be told
+                        failure = problem
+            if failure is not None:
+                raise failure
         finally:
             self._wait()
+
+    def _enter(
+        self, transits: list[Transit], number: int, failure: Exception | None, together: bool
+    ) -> torch.Tensor | None:
+        """Return the master of a lane, in its window, or None where `together` and another rank failed; raises."""
+        master: torch.Tensor | None = None
+        try:
+            if failure is None:
+                master = self._read(transits, number)
+        except (OSError, RuntimeError) as problem:
+            failure = problem
+        stops = together and self._control.any_of([failure is not None], "a lane of a step from the disk")[0]
+        if failure is not None:
+            raise failure
+        if stops:
+            transits[number].leave()
+            return None
+        return master
+
+    def _read(self, transits: list[Transit], number: int) -> torch.Tensor:
+        if number == 0:
+            self.check()
+            self._begin(transits, 0)
+        self._begin(transits, number + 1)
+        return transits[number].enter()
 
     def _begin(self, transits: list[Transit], number: int) -> None:
         """Begin to read a lane, once the lane that was in its window has left it."""

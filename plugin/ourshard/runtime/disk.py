@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -95,10 +95,13 @@ class Disk(Protocol):
     def raise_failure(self) -> None:
         """Raise it, where the ranks know that one failed. Collective."""
 
-    def bring(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> Iterator[tuple[Lane, torch.Tensor]]:
+    def bring(
+        self, optimizer: Optimizer, lanes: Sequence[Lane], *, together: bool = False
+    ) -> Generator[tuple[Lane, torch.Tensor], None, None]:
         """Yield each lane, with its master, while the optimizer's runs and states of it are in host memory.
 
-        Reads ahead and writes behind. Collective at its end, where any rank's failure is raised on all.
+        Reads ahead and writes behind. Collective at its end, where any rank's failure is raised on all; with `together`
+        at each lane, so that no rank's caller waits in a collective for one that failed.
         """
 
     def put_away(self, optimizer: Optimizer, lane: Lane) -> None:

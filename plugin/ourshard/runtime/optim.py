@@ -163,7 +163,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
         if any(_adoptable(p) for p in group["params"]):
             if whole is None:
                 whole = needs_whole(optimizer, group)
-            _refuse_from_disk(optimizer, group, whole)
+            _refuse_from_disk(optimizer, group)
             _adopt_group(optimizer, group, whole)
             _prefer_fused(optimizer, group)
     if whole:
@@ -174,13 +174,14 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _refuse_from_disk(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> None:
+def _refuse_from_disk(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Refuse an optimizer that can't step one lane after the other, where masters pass through memory lane by lane."""
     on_disk = any(_adoptable(p) and p._lane.on_disk for p in group["params"])
-    if on_disk and (whole or not can_step_by_lane(optimizer)):
+    by_lane = can_step_by_lane(optimizer) or (steps_each_alone(type(optimizer)) and can_be_cut(optimizer))
+    if on_disk and not by_lane:
         raise ValueError(
-            f"offload.optimizer: nvme steps lane by lane, which is known to be exact for the optimizers of torch that "
-            f"treat each element by itself (AdamW, Adam, SGD, ...), and not for {type(optimizer).__module__}."
+            f"offload.optimizer: nvme steps lane by lane, which is known to be exact for the optimizers of torch "
+            f"(AdamW, Adam, SGD, Adafactor, Muon, ...; not LBFGS), and not for {type(optimizer).__module__}."
             f"{type(optimizer).__name__}. Use one of those, or offload.optimizer: cpu."
         )
 

@@ -13,12 +13,14 @@ A rank sends 2 b (the rows of masters and gradients, of b bytes, that it does no
 Where an optimizer is known to keep nothing for all of its parameters together, it steps one lane after the other
 (Note [Steps by lane] in lane_step.py): while it does, the next lane is on its way to the owners, and the one before on
 its way back, so that three lanes at most are whole. Others step once, with all lanes whole; all-to-alls overlap each
-other alone.
+other alone. Lanes whose masters rest on a disk come one at a time, while the next is read; what owners keep of whole
+parameters stays in host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +89,30 @@ class StepByOwner(StepByLane):
         self._loans.clear()
 
     def _step_lanes(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
+        self._step_in_memory(optimizer, step)
+        for engine in dict.fromkeys(lane.unit.engine for lane in self._lanes if lane.on_disk):
+            lanes = [lane for lane in self._lanes if lane.on_disk and lane.unit.engine is engine]
+            self._step_from_disk(engine, lanes, optimizer, step)
+
+    def _step_from_disk(
+        self, engine: Engine, lanes: Sequence[Lane], optimizer: Optimizer, step: Callable[[Any], Any]
+    ) -> None:
+        """Step lanes while they pass through memory; the next is read meanwhile."""
+        assert engine.disk is not None
+        with closing(engine.disk.bring(optimizer, lanes, together=True)) as passing:
+            for lane, master in passing:
+                for loan in lend_whole([run for run in self._runs if run.lane is lane]):
+                    try:
+                        loan.open()
+                        with showing(optimizer, loan.parameters):
+                            step(optimizer)
+                        loan.give_back()
+                        loan.close()
+                    finally:
+                        loan.abandon()  # while the lane is in its window
+                self._send_up(lane, master)
+
+    def _step_in_memory(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         coming = self._lend()
         loan, last = next(coming, None), None
         while loan is not None:
@@ -102,7 +128,7 @@ class StepByOwner(StepByLane):
             last.close()
 
     def _lend(self) -> Iterator[Loan]:
-        for loan in lend_whole(self._runs):
+        for loan in lend_whole([run for run in self._runs if not run.lane.on_disk]):
             self._loans.append(loan)
             yield loan
 
