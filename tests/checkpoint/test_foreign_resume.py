@@ -228,6 +228,46 @@ def test_a_trainer_resumes_from_what_was_converted(ranks: Any, case: Case, tmp_p
         assert_equals_truth(source, load_truth(case.truth))
 
 
+def through_a_conversion(root: str) -> bool:
+    """Save; say the optimizer's part as DeepSpeed's FusedAdam does; convert that, load it, and step both."""
+    import ourshard
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = ourshard.shard_model(torch.nn.Linear(3, 3), {"stage": 0})
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    for _ in range(3):
+        step(model, optimizer)
+    ourshard.save(model, optimizer, f"{root}/saved")
+    convert(f"{root}/saved", f"{root}/torch", to="torch")
+    path = Path(root, "torch", "optimizer.bin")
+    content = torch.load(path)
+    state, (group,) = content["state"], content["param_groups"]
+    for values in state.values():
+        values["step"] = int(values["step"])
+    for key in group.keys() - {"params", "lr", "betas", "eps", "weight_decay"}:
+        del group[key]
+    group["bias_correction"] = True
+    torch.save(content, path)
+    convert(f"{root}/torch", f"{root}/converted", to="ourshard")
+    other, other_optimizer = made()
+    ourshard.load(other, other_optimizer, f"{root}/converted")
+    step(model, optimizer)
+    step(other, other_optimizer)
+    one, two = ourshard.full_state_dict(model), ourshard.full_state_dict(other)
+    return all(same(one[name], two[name]) for name in one) and "bias_correction" not in other_optimizer.param_groups[0]
+
+
+def test_converted_state_of_another_engines_adam_is_stepped_by_torchs(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1)(through_a_conversion, str(tmp_path)) == [True]
+
+
 @pytest.mark.parametrize(("files", "world", "said"), [(2, 2, False), (2, 3, True), (4, 2, True), (0, 1, True)])
 def test_random_states_of_another_number_of_ranks_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, files: int, world: int, said: bool

@@ -43,7 +43,6 @@ class ShardedSource(Source):
     """
 
     format = "ourshard"
-    is_own = True
     looks_for = f"a folder with {NAME}"
 
     def __init__(
@@ -63,6 +62,7 @@ class ShardedSource(Source):
         self.description = replace(
             self.manifest.description, files=_files(path, self.manifest), oddities=tuple(_oddities(self.manifest))
         )
+        self.is_own = "ourshard" in self.description.versions
         try:
             self._pieces = self.manifest.pieces(self._here)
             if not _absent_ranks(self.manifest):

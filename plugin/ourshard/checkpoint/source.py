@@ -154,8 +154,9 @@ class Source(ABC):
     format: ClassVar[str]  # name in the registry, as `inspect` shows it
     looks_for: ClassVar[str]  # what `find` wants to see, for the error of `detect`: "model.safetensors or ..."
 
-    is_own: ClassVar[bool] = False  # written by ourshard, from the same kind of optimizer that it is loaded into
     takes_order: ClassVar[bool] = False  # its constructor has `parameter_order`, for optimizers that number parameters
+
+    is_own = False  # saved by ourshard from a running model, not converted from what another engine saved
 
     def __init__(self, path: Path) -> None:
         self.path = path
