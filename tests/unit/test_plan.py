@@ -482,9 +482,27 @@ def test_the_command_prints_json_and_fails_where_nothing_fits(llama: Path) -> No
     result = CliRunner().invoke(app, [str(llama), "--memory", "0.001", "--length", "32"])
     assert result.exit_code == 1
     assert "None fits" in result.output
-    result = CliRunner().invoke(app, [str(llama), "--gpu", "h10"])
-    assert result.exit_code == 2
-    assert "Did you mean 'h100'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h10"], "Did you mean 'h100'"),
+        (["--memory", "inf"], "--memory: inf must be a number above 0"),
+        (["--link", "nan"], "--link: nan must be a number above 0"),
+        (["--with", "num_hidden_layer=2"], "no 'num_hidden_layer'. Did you mean 'num_hidden_layers'?"),
+        (["--with", "model_type=lama"], "has no model_type 'lama'. Did you mean 'llama'?"),
+        (["--set", "stage=2,reshard_after_forward=false"], "none of the configurations"),
+        (["--gpus", "1", "--length", "8", "-o", "config.json/plan.yaml"], "File exists"),
+    ],
+)
+def test_a_plan_that_can_not_be_made_ends_with_2_and_says_why(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(llama)
+    result = CliRunner().invoke(app, [str(llama), *arguments])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
 
 
 # ---- advice --------------------------------------------------------------------------------------------------

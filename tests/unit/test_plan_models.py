@@ -73,6 +73,16 @@ def test_only_what_goes_with_the_keys_that_are_kept_is_compared() -> None:
     assert list(offloaded(ShardConfig(cuda_graph=True), hardware_of("h100", 16, 2))) == []
 
 
+def test_keys_that_are_given_stay_as_they_are_in_all_that_is_compared() -> None:
+    hardware = hardware_of("h100", 8)
+    kept = ("stage", "shard_size", "activation_checkpointing")
+    base = ShardConfig(stage=3, shard_size=4)
+    configs = list(candidates(base, hardware, kept))
+    assert {(config.stage, config.shard_size, config.activation_checkpointing) for config in configs} == {(3, 4, False)}
+    assert {config.reshard_after_forward for config in configs} == {True, False}
+    assert list(offloaded(base, hardware, ("offload.optimizer",))) == []
+
+
 def test_a_step_that_is_replayed_does_not_wait_for_the_host(tmp_path: Path) -> None:
     row = plan(tmp_path, MODELS["images"], 2, 1)
     replayed = plan(tmp_path, MODELS["images"], 2, 1, cuda_graph=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +21,7 @@ from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
 from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, offloaded, scaling
 from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
+from ourshard.planning.variants import variant
 from ourshard.values import flatten
 
 _HELP = """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
@@ -94,20 +97,24 @@ def plan(
         given = dict(parse_input(text) for text in inputs or ())
         workload = Workload(make_batch(built, batch, length, given), accumulate, optimizer, mixed_precision)
         planner = Planner(built, workload, hardware)
-        start = resolve({f"--set {text}": text for text in base or ()}, {}).config
-        rows = planner.rows(candidates(start, hardware))
+        fixed = resolve({f"--set {text}": text for text in base or ()}, {})
+        start, kept = fixed.config, set(fixed.said)
+        rows = planner.rows(candidates(start, hardware, kept))
+        if not rows:
+            raise ValueError(f"--set: none of the configurations that are compared has {', '.join(sorted(kept))} so.")
         if cheapest(rows) is None:
-            rows += planner.rows(offloaded(start, hardware))
+            rows += planner.rows(offloaded(start, hardware, kept))
         chosen = cheapest(rows)
         _print(rows, hardware, chosen, as_json)
         if plot is not None:
             plot_memory(rows, hardware, plot)
         if curve is not None:
             counts = _counts(hardware)
-            plot_scaling({describe(config): scaling(planner, config, counts) for config in _curves(start)}, curve)
+            drawn = _curves(start, kept)
+            plot_scaling({describe(config): scaling(planner, config, counts) for config in drawn}, curve)
         if output is not None and chosen is not None:
             _write(output, chosen, hardware, mixed_precision)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if chosen is not None else 1)
@@ -121,8 +128,8 @@ def _adjusted(hardware: Hardware, rates: dict[str, float | None], sizes: dict[st
     """
     given = {name: value for name, value in (rates | sizes).items() if value is not None}
     for name, value in given.items():
-        if value <= 0:
-            raise ValueError(f"--{name.removesuffix('_rate').replace('_', '-')}: {value} must be above 0.")
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name.removesuffix('_rate').replace('_', '-')}: {value} must be a number above 0.")
     changes = {name: int(value * GIB) if name in sizes else value * GB for name, value in given.items()}
     return hardware.replace(**changes)
 
@@ -158,11 +165,12 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
         console.print(f"It needs {need:.0f} GiB of memory on the host of each node.")
 
 
-def _curves(base: ShardConfig) -> list[ShardConfig]:
+def _curves(base: ShardConfig, kept: Collection[str]) -> list[ShardConfig]:
     """Return what to draw over the number of GPUs: each stage, and stage 3 with a copy in each node."""
-    base = base.replace(secondary_shard_size=None)
-    stages = [base.replace(stage=stage, shard_size=None) for stage in (0, 1, 2, 3)]
-    return [*stages, base.replace(stage=3, shard_size="node")]
+    drawn = [{"stage": stage, "shard_size": None} for stage in (0, 1, 2, 3)] + [{"stage": 3, "shard_size": "node"}]
+    varied = ({key: value for key, value in each.items() if key not in kept} for each in drawn)
+    configs = (variant(base, secondary_shard_size=None, **changes) for changes in varied)
+    return list(dict.fromkeys(config for config in configs if config is not None))
 
 
 def _counts(hardware: Hardware) -> list[int]:
@@ -187,6 +195,7 @@ def _write(path: Path, chosen: Row, hardware: Hardware, mixed_precision: str) ->
             "--machine_rank N",
             err=True,
         )
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(compose(said, accelerate), encoding="utf-8")
     typer.echo(f"wrote {path}", err=True)
 

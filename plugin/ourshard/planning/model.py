@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,15 @@ def load_model(source: str, options: Mapping[str, Any] | None = None) -> nn.Modu
 def _from_config(path: Path, options: Mapping[str, Any]) -> nn.Module:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"model: {path} can't be read: {error}") from error
     try:
         import transformers
     except ImportError:
         raise ValueError("model: a config.json needs the package transformers: pip install transformers.") from None
-    if "model_type" not in values:
+    if not isinstance(values, dict) or "model_type" not in values:
         raise ValueError(f"model: {path} has no model_type; it is no config of transformers.")
+    _check_words(path, values, options)
     values |= options
     with _saying(str(path), options):
         config = transformers.AutoConfig.for_model(**{key: value for key, value in values.items() if key != "dtype"})
@@ -71,6 +73,20 @@ def _from_config(path: Path, options: Mapping[str, Any]) -> nn.Module:
     with _saying(str(path), options), torch.device("meta"):
         model: nn.Module = cls._from_config(config) if names else cls.from_config(config)
     return model
+
+
+def _check_words(path: Path, values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse a kind of model, and options, that transformers does not know; it takes any key for a config's."""
+    import transformers
+
+    kind = options.get("model_type", values["model_type"])
+    if kind not in transformers.CONFIG_MAPPING:
+        close = get_close_matches(str(kind), transformers.CONFIG_MAPPING, n=1)
+        meant = f"Did you mean {close[0]!r}?" if close else "Another version may know it; or give module:Class."
+        raise ValueError(f"model: {path}: transformers {transformers.__version__} has no model_type {kind!r}. {meant}")
+    plain = transformers.CONFIG_MAPPING[kind]()
+    for name in (name for name in options if name not in values and not hasattr(plain, name)):
+        raise ValueError(f"--with: a config of {kind} has no {name!r}.{nearest(name, plain.to_dict())}")
 
 
 def _from_class(source: str, options: Mapping[str, Any]) -> nn.Module:

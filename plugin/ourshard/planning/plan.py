@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,11 +94,33 @@ def describe(config: ShardConfig) -> str:
     return ", ".join(words)
 
 
-def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
-    """Yield what to compare: stages, recomputation; where there are several nodes, hybrid shard and a second shard."""
+def candidates(base: ShardConfig, hardware: Hardware, kept: Collection[str] = ()) -> Iterator[ShardConfig]:
+    """Yield what to compare: stages, recomputation; where there are several nodes, hybrid shard and a second shard.
+
+    All have the values of `base` in the dotted keys of `kept`.
+    """
+    wanted = {key: getattr(base, key) for key in kept if key in VARIED}
+    for config in _variants(base, hardware, "shard_size" in kept):
+        if all(getattr(config, key) == value for key, value in wanted.items()):
+            yield config
+
+
+# The keys in which candidates differ.
+VARIED = (
+    "stage",
+    "shard_size",
+    "activation_checkpointing",
+    "reshard_after_forward",
+    "shard_optimizer_over",
+    "secondary_shard_size",
+)
+
+
+def _variants(base: ShardConfig, hardware: Hardware, keeps_size: bool) -> Iterator[ShardConfig]:
     second = base.secondary_shard_size or (hardware.gpus_per_node if hardware.nodes > 1 else None)
     base = base.replace(secondary_shard_size=None)
     sizes: list[Any] = [None] if hardware.nodes == 1 or hardware.gpus_per_node == 1 else [None, "node"]
+    sizes = [base.shard_size] if keeps_size else sizes
     for recompute in (False, True):
         for size in sizes:
             for stage in (0, 1, 2, 3):
@@ -118,14 +141,14 @@ def candidates(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
                         yield config
 
 
-def offloaded(base: ShardConfig, hardware: Hardware) -> Iterator[ShardConfig]:
+def offloaded(base: ShardConfig, hardware: Hardware, kept: Collection[str] = ()) -> Iterator[ShardConfig]:
     """Yield what remains when none of `candidates` fits: masters on the host, then the parameters' shards, too."""
-    if base.offload.active:
+    if base.offload.active or {"offload.optimizer", "offload.params"} & set(kept):
         return
     for tiers in ({"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}):
         moved = variant(base, offload=tiers)
-        for config in candidates(moved, hardware) if moved is not None else ():
-            if config.reshard_after_forward:
+        for config in candidates(moved, hardware, kept) if moved is not None else ():
+            if config.reshard_after_forward or "reshard_after_forward" in kept:
                 yield config
 
 
@@ -227,6 +250,8 @@ class Planner:
 @contextmanager
 def _saying_what_ran(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Turn what a model raises in its fake run into one line; it is a user's, and may need other inputs."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")  # prints the stack of what is told here in a line
+    was_off, told.disabled = told.disabled, True
     try:
         yield
     except Exception as error:
@@ -239,6 +264,8 @@ def _saying_what_ran(model: nn.Module, batch: Batch) -> Iterator[None]:
             f"model: {type(model).__name__} could not be trained for a step on {given} (--input NAME=SHAPE:DTYPE gives "
             f"it others): {type(error).__name__}: {text}"
         ) from error
+    finally:
+        told.disabled = was_off
 
 
 def _same_parts(parts: Sequence[UnitParts], original: nn.Module, twin: nn.Module) -> list[UnitParts]:

@@ -114,6 +114,7 @@ def plot_memory(rows: Sequence[Row], hardware: Hardware, path: Path) -> None:
     axes.set_xlabel("GiB on each GPU when most is allocated")
     figure.legend(fontsize=8, ncols=7, loc="outside lower center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
 
@@ -141,6 +142,7 @@ def plot_scaling(curves: Mapping[str, Mapping[int, Row]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
 
