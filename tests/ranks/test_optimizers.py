@@ -174,6 +174,12 @@ def replaced_optimizer() -> tuple[str, bool]:
         message = str(error)
     del old
     square_loss(model, part(joined(1))).backward()  # the old one is gone: nothing may ask for it
+    other = shard_model(toy(), {"stage": 3, "persist_below": 0})
+    gone = adamw(other.parameters())
+    square_loss(other, part(joined(0))).backward()
+    gone.step()
+    next(other.parameters()).grad = None
+    del gone  # before it knew that one gradient of several is gone
     new.step()
     return message, True
 

@@ -175,6 +175,11 @@ def clipped() -> None:
     clip_grad_norm_(model, 1e-3)
     optimizer.zero_grad()
     assert lane.late.divisor is None
+    backward(5)
+    clip_grad_norm_(model, 1e-3)
+    optimizer.zero_grad(set_to_none=False)  # a step that is skipped
+    assert lane.late.divisor is None
+    assert lane.gradient.count_nonzero() == 0
 
 
 def test_clipping_waits_for_the_step_and_whoever_reads_finds_it_done(ranks):

@@ -310,6 +310,8 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
         _end_failed_step(found)
         if not set_to_none:
             _await_steps(found)
+            for lane in {run.lane for run in _runs_of(found)}:
+                lane.late.forget()  # this optimizer has all of its gradient, which is zero now
         type(found).zero_grad(found, set_to_none)
         for run in _runs_of(found):
             if set_to_none:
@@ -430,7 +432,7 @@ def bring_up_to_date(optimizer: Optimizer) -> None:
     if known is None or known.adoption != _adoption() or known.count != count:
         adopt_optimizer(optimizer)
     for engine in list(ENGINES):
-        for run in [run for lane in engine.lanes() for run in lane.runs if run.uneven]:
+        for run in [run for lane in engine.lanes() for run in lane.runs if run.uneven and run.optimizer() is not None]:
             run.hand_out()
     _ADOPTED[optimizer].count = sum(len(group["params"]) for group in optimizer.param_groups)
 
