@@ -23,7 +23,7 @@ def nothing_is_left(engine: Any) -> None:
     held = engine.ledger.held
     assert held["slot"] == 0, f"{held['slot']} bytes of gathered parameters are left"
     assert held["reduce"] == 0, f"{held['reduce']} bytes of unreduced gradients are left"
-    assert not any(unit.calls or unit.running or unit.held for unit in engine.units)
+    assert not any(unit.calls.open or unit.running or unit.held for unit in engine.units)
 
 
 def with_ledger(config: dict[str, Any]) -> dict[str, Any]:

@@ -23,15 +23,29 @@ import torch
 from ourshard.runtime.ledger import Kind, Ledger
 
 
+class _OwnMemory:
+    """What `torch.cuda.use_mem_pool` does, made once: each gather and each reduction takes memory."""
+
+    __slots__ = ("_device", "_id", "_pool")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(self._device):
+            self._pool = torch.cuda.MemPool()
+        self._id = self._pool.id
+
+    def __enter__(self) -> None:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, self._id)
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._cuda_endAllocateToPool(self._device, self._id)
+        torch._C._cuda_releasePool(self._device, self._id)
+
+
 @functools.cache
-def _pool(device: torch.device) -> torch.cuda.MemPool:
-    with torch.cuda.device(device):
-        return torch.cuda.MemPool()
-
-
 def own_memory(device: torch.device) -> AbstractContextManager[None]:
     """Let this thread's allocations come from the pool of buffers: Note [Memory of their own]. No-op on a CPU."""
-    return torch.cuda.use_mem_pool(_pool(device), device) if device.type == "cuda" else nullcontext()
+    return _OwnMemory(device) if device.type == "cuda" else nullcontext()
 
 
 def give_back_unused(device: torch.device) -> None:
@@ -58,8 +72,10 @@ class Slot:
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Say whether `tensor` is a view of this buffer."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+        if type(tensor) is not torch.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
 
     def relabel(self, kind: Kind) -> None:
         """Count the buffer as another kind from now on."""

@@ -53,19 +53,22 @@ def _scattering(op: dist.ReduceOp.RedOpType) -> Any:
     return options
 
 
+_GATHERING = _synchronous(dist.distributed_c10d.AllgatherOptions())
+_SUMMING, _AVERAGING = _scattering(dist.ReduceOp.SUM), _scattering(dist.ReduceOp.AVG)
+
+
 def _finish(work: dist.Work | None) -> None:
     """Wait for a synchronous collective; NCCL's is on the current stream, and torch 2.11 returns nothing for it."""
     if work is not None:
         work.wait()
 
 
-_GATHERING = _synchronous(dist.distributed_c10d.AllgatherOptions())
-_SUMMING, _AVERAGING = _scattering(dist.ReduceOp.SUM), _scattering(dist.ReduceOp.AVG)
+_KNOWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # to all backends
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View `tensor` as bytes where the backend has no kernel for its dtype (8-bit floats, booleans)."""
-    if tensor.is_floating_point() and tensor.element_size() > 1:
+    if tensor.dtype in _KNOWN:
         return tensor
     return tensor.view(-1).view(torch.uint8)  # a 0-d one has no other bytes to view
 
@@ -117,7 +120,8 @@ class Collectives:
         if self.peer is None or axis.name != self.peer.axis.name or not self.peer.can_gather(segment):
             self.all_gather(whole, segment, axis, label)
             return
-        self._count_others("all_gather", axis, whole.nbytes)
+        if self.ledger is not None:
+            self._count_others("all_gather", axis, whole.nbytes)
         self.peer.gather(whole, segment)
 
     def peer_reduce(self, pieces: list[Reduction], label: str) -> None:
@@ -141,10 +145,13 @@ class Collectives:
         if self.hops is not None and axis.name == "shard":
             self._gather_in_two_hops(whole, segment, self.hops, label)
             return
-        self._count_others("all_gather", axis, whole.nbytes)
+        if self.ledger is not None:
+            self._count_others("all_gather", axis, whole.nbytes)
         assert axis.group is not None
+        if whole.dtype not in _KNOWN:
+            whole, segment = _bytes(whole), _bytes(segment)
         with self.control.waiting(f"gather of {label}", Spent.GATHER):
-            _finish(_gather(axis.group, _bytes(whole), _bytes(segment), _GATHERING))
+            _finish(_gather(axis.group, whole, segment, _GATHERING))
 
     def _gather_in_two_hops(self, whole: torch.Tensor, segment: torch.Tensor, hops: Hops, label: str) -> None:
         """Follow Note [Two-hop gathers]. `whole` may be bytes or values."""
@@ -169,7 +176,8 @@ class Collectives:
         """Sum `whole` over the axis, or take the mean; leave this rank's part in `segment`, which may be in `whole`."""
         if axis.size == 1:
             return
-        self._count_others("reduce_scatter", axis, whole.nbytes)
+        if self.ledger is not None:
+            self._count_others("reduce_scatter", axis, whole.nbytes)
         assert axis.group is not None
         with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
             _finish(_scatter(axis.group, segment, whole, _AVERAGING if mean else _SUMMING))
@@ -236,26 +244,21 @@ class Reducer:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._divides: dict[str, bool] = {}  # by axis: its group takes means
+        self._factors: dict[tuple[str, torch.dtype], tuple[int, float]] = {}  # before and after a sum, by axis
 
     def mean_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
         """Leave the mean of this rank's part of `whole` over the axis in `segment`, which may be in `whole`."""
         if axis.size == 1:
             return
-        if whole.dtype != torch.float16 and self._group_divides(axis):
-            self._collectives.reduce_scatter(segment, whole, axis, label, mean=True)
-            return
-        before = _first_factor(whole.dtype, axis.size)
+        key = axis.name, whole.dtype
+        if key not in self._factors:
+            self._factors[key] = _factors_of(whole.dtype, axis)
+        before, after = self._factors[key]
         if before > 1:
             whole.div_(before)
-        self._collectives.reduce_scatter(segment, whole, axis, label)
-        segment.div_(axis.size / before)
-
-    def _group_divides(self, axis: Axis) -> bool:
-        known = self._divides.get(axis.name)
-        if known is None:
-            known = self._divides[axis.name] = axis.size & (axis.size - 1) == 0 and speaks_nccl(axis.group)
-        return known
+        self._collectives.reduce_scatter(segment, whole, axis, label, mean=after == 1)
+        if after > 1:
+            segment.div_(after)
 
     def mean(self, tensor: torch.Tensor, axis: Axis, label: str) -> None:
         """Replace `tensor` by its mean over the axis."""
@@ -266,6 +269,14 @@ class Reducer:
             tensor.div_(before)
         self._collectives.all_reduce(tensor, axis, label)
         tensor.div_(axis.size / before)
+
+
+def _factors_of(dtype: torch.dtype, axis: Axis) -> tuple[int, float]:
+    """Return what to divide by before and after a sum over `axis`; by 1 where its group takes the mean."""
+    if dtype != torch.float16 and axis.size & (axis.size - 1) == 0 and speaks_nccl(axis.group):
+        return 1, 1
+    before = _first_factor(dtype, axis.size)
+    return before, axis.size / before
 
 
 def _first_factor(dtype: torch.dtype, size: int) -> int:

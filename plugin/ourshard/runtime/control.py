@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -43,27 +42,24 @@ class DesyncError(RuntimeError):
     """Ranks are about to do different things; the message says which rank does what."""
 
 
-@dataclass(slots=True)
-class _Wait:
-    label: str
-    since: float
-
-
 class Waiting:
-    """A `with` block in which the main thread waits; each gather and reduction is in one."""
+    """A `with` block in which the main thread waits; each gather and reduction is in one. Left in place if it raises.
 
-    __slots__ = ("_label", "_watch")
+    How long it takes is the watch's to find out: it costs a step nothing.
+    """
+
+    __slots__ = ("_watch", "label")
 
     def __init__(self, watch: Watch, label: str) -> None:
         self._watch = watch
-        self._label = label
+        self.label = label
 
     def __enter__(self) -> None:
-        self._watch.current = _Wait(self._label, time.monotonic())
+        self._watch.current = self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
-            self._watch.last = self._label
+            self._watch.last = self.label
             self._watch.current = None
 
 
@@ -77,16 +73,13 @@ class Watch:
         self.rank = rank
         self.world = world
         self._store = dist.PrefixStore("ourshard/waits", store)
-        self.current: _Wait | None = None
+        self.current: Waiting | None = None
+        self._seen: tuple[Waiting | None, float] = None, 0.0  # what was current when the thread last looked, and since
         self.last = "nothing yet"
         self._posted = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ourshard-watch", daemon=True)
         self._thread.start()
-
-    def waiting(self, label: str) -> Waiting:
-        """Say what the main thread waits for. Left in place when the wait raises, for the report."""
-        return Waiting(self, label)
 
     def stop(self) -> None:
         """End the thread; it may be in the middle of a word to the store."""
@@ -100,8 +93,10 @@ class Watch:
             except Exception:  # the store is gone: the job ends
                 return
 
-    def _post(self, wait: _Wait | None) -> None:
-        long = wait is not None and time.monotonic() - wait.since > REPORT_AFTER
+    def _post(self, wait: Waiting | None) -> None:
+        if wait is not self._seen[0]:
+            self._seen = wait, time.monotonic()
+        long = time.monotonic() - self._seen[1] > REPORT_AFTER
         text = wait.label if wait is not None and long else ""
         if text != self._posted:
             if text:
@@ -254,7 +249,7 @@ class Control:
             return flags
         told = torch.tensor(flags, dtype=torch.uint8)
         self._wait(dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True), label)
-        return [bool(flag) for flag in told.tolist()]
+        return told.bool().tolist()  # type: ignore[no-any-return]
 
     def gather_objects(self, value: object, label: str) -> list[object]:
         """Return every rank's `value`, in rank order. Collective; for messages, not for tensors."""
@@ -279,7 +274,7 @@ class Control:
         """Tell the other ranks what this one waits for, should it take long; a meter is told as what."""
         if self._watch is None:
             return nullcontext()
-        waiting = self._watch.waiting(label)
+        waiting = Waiting(self._watch, label)
         return waiting if kind is None or self.meter is None else self._measured(waiting, self.meter, kind, label)
 
     @staticmethod
@@ -293,7 +288,7 @@ class Control:
     def _wait(self, work: dist.Work, label: str) -> None:
         assert self._watch is not None
         measured = nullcontext() if self.meter is None else self.meter.span(Spent.AGREE, label)
-        with measured, profiler_range("ourshard::agree"), self._watch.waiting(label):
+        with measured, profiler_range("ourshard::agree"), Waiting(self._watch, label):
             while not self._done(work):
                 others = self._watch.others()
                 if len(others) == self.world - 1 and any(said != label for said in others.values()):

@@ -25,7 +25,7 @@ from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
 from ourshard.runtime.graphs import GraphedForward
 from ourshard.runtime.handle import ShardParameter
-from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, forward_on_stack, hook_outputs
+from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, forward_on_stack, hook_outputs, tensors_in
 from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_flight import InFlight
 from ourshard.runtime.lane import Lane
@@ -211,7 +211,7 @@ class Engine:
         self._forward_depth -= 1
         if self._forward_depth or self.gathered_depth:
             return None
-        has_backward = torch.is_grad_enabled() and hook_outputs(outputs, self.on_root_gradient)
+        has_backward = torch.is_grad_enabled() and hook_outputs(tensors_in(outputs), self.on_root_gradient)
         if not self.phase_is_backward:
             self.schedule.end()
             self.measuring.end_phase()
@@ -272,8 +272,7 @@ class Engine:
                 if lane.direct:
                     toggled = not lane.trainable and any(p.requires_grad for p in lane.leaves)
                 else:
-                    pairs = zip(lane.resting, lane.leaves, strict=True)
-                    toggled = any(p.requires_grad != q.requires_grad for p, q in pairs)
+                    toggled = [p.requires_grad for p in lane.resting] != [q.requires_grad for q in lane.leaves]
                 if toggled:
                     promoted |= lane.follow_requires_grad(self.master_dtype)
         if promoted:
@@ -308,7 +307,7 @@ class Engine:
         if not self.phase_is_backward:
             return
         for unit in (*reversed(self.units[:-1]), self.root):
-            if self.reduces_now(unit) and (not unit.reduced or unit.has_arrived()):
+            if (not unit.reduced or unit.has_arrived()) and unit.lanes_due():
                 self.schedule.need(Action.REDUCE, unit)
         self.schedule.end()
         for unit in self.units:
@@ -324,11 +323,8 @@ class Engine:
             self._release_held()
             for unit in self.units:
                 unit.close()
-                unit.release()
-
-    def reduces_now(self, unit: Unit) -> bool:
-        """Say whether this backward reduces any lane of the unit; the same on every rank."""
-        return any(lane.trainable and self.lane_reduces_now(lane) for lane in unit.lanes)
+                if unit.installed or unit.whole:
+                    unit.release()
 
     def lane_reduces_now(self, lane: Lane) -> bool:
         if self.sync_backward:
@@ -353,11 +349,12 @@ class Engine:
         unit = self.units[event.unit]
         if self.ledger is not None:
             self.ledger.note(f"{event.action.value} {unit.label}")
+        act = unit.issue_gather if event.action is Action.GATHER else unit.reduce
+        if not torch.autograd._profiler_enabled():
+            act()
+            return
         with profiler_range(f"ourshard::{event.action.value} {unit.label}"):
-            if event.action is Action.GATHER:
-                unit.issue_gather()
-            else:
-                unit.reduce()
+            act()
 
     # ---- which gradients exist -----------------------------------------------------------------------------
 
@@ -401,8 +398,9 @@ class Engine:
         for unit in self.units:
             if unit.sharded:
                 unit.held = False
-                unit.release()
-            if any(not lane.direct for lane in unit.lanes):
+                if unit.installed or unit.whole:
+                    unit.release()
+            if False in [lane.direct for lane in unit.lanes]:
                 unit.mark_stale()
         self._held = [unit for unit in self._held if unit.held]
         for lane in sent:

@@ -5,20 +5,20 @@ Note [Boundaries]
 * Outputs: a hook on each output tensor that needs a gradient fires before the first node of the unit runs in
   backward. A view's hook is lost when an in-place operation follows it, since that rewrites the view's history; the
   base's own node stays in the graph, so the base is hooked too.
-* Inputs: the input tensors that need a gradient pass through one identity function. Its node is the first that the
-  unit's forward made, and autograd runs the ready node that was made last, so when it runs, no node inside of the
-  unit is left, also not on a path to inputs that hide in objects (a cache of keys and values). A unit without
-  such inputs is finished at the end of backward.
-* Inputs that the unit changes in place: torch refuses that for what a function returned as it came, since the
-  gradient would leave by the changed tensor's own history, past the function's backward. It may pass here: the
-  gradient is right without the boundary, and the unit is finished at the end of backward. So the mark is taken off.
+* Inputs: the input tensors that need a gradient pass through one identity: a view, or a function where there are
+  several. Its node is the first that the unit's forward made, and autograd runs the ready node that was made last, so
+  when it runs, no node inside of the unit is left, also not on a path to inputs that hide in objects (a cache of keys
+  and values). A unit without such inputs is finished at the end of backward.
+* Inputs that the unit changes in place: the gradient leaves by the changed tensor's own history, past the identity.
+  Then the node that made the input speaks for it: it is older than all nodes of the unit, so that none is left when it
+  runs. (torch refuses such changes of what a function returned as it came; that mark is taken off.)
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from torch import nn
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
     from ourshard.runtime.unit import Call, Unit
+
+    Inputs = tuple[torch.Tensor, ...]
 
 _CreationMeta = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
 _allow_writes = torch._C._autograd._set_creation_meta  # type: ignore[attr-defined]
@@ -59,17 +61,16 @@ def _attributes(value: Any) -> list[Any]:
     return [getattr(value, name, None) for name in names]
 
 
-def collect_inputs(value: Any, found: list[torch.Tensor]) -> None:
-    """Add the tensors that need a gradient, from tensors and plain containers."""
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            found.append(value)
-    elif type(value) in (list, tuple):
-        for item in value:
-            collect_inputs(item, found)
-    elif type(value) is dict:
-        for item in value.values():
-            collect_inputs(item, found)
+def collect_inputs(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    """Add the tensors that need a gradient, from plain containers too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                found.append(value)
+        elif type(value) in (list, tuple):
+            collect_inputs(value, found)
+        elif type(value) is dict:
+            collect_inputs(value.values(), found)
 
 
 def replace_inputs(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
@@ -119,20 +120,64 @@ def refuse_transforms(engine: Engine) -> None:
     )
 
 
-def hook_outputs(outputs: Any, before_backward: Callable[..., None]) -> bool:
+class Entry:
+    """A forward with gradient that is under way, and what its inputs became: Note [Boundaries]."""
+
+    __slots__ = ("_made", "_nodes", "_unit", "call", "inputs")
+
+    def __init__(self, unit: Unit, call: Call, inputs: Sequence[torch.Tensor]) -> None:
+        self._unit, self.call = unit, call
+        self.inputs: Inputs = ()
+        self._nodes: list[Any] = []  # of the identities
+        self._made = [(tensor if tensor._base is None else tensor._base).grad_fn for tensor in inputs]
+        if len(inputs) == 1 and inputs[0].layout is torch.strided:
+            self.inputs = (inputs[0].view_as(inputs[0]),)
+            self._nodes = [self.inputs[0].grad_fn]
+            self._nodes[0].register_prehook(partial(_leave, unit, call))
+        elif inputs:
+            self.inputs = _InputBoundary.apply(unit, call, *inputs)
+            for tensor in self.inputs:
+                _allow_writes(tensor, _CreationMeta.DEFAULT)
+            self._nodes = [tensor.grad_fn for tensor in self.inputs]
+
+    def close(self) -> Call:
+        """Return the call once its forward is over; first look for inputs that were changed in place."""
+        changed = [tensor.grad_fn is not node for tensor, node in zip(self.inputs, self._nodes, strict=True)]
+        if changed and False not in changed:
+            for node in self._made:
+                if node is not None:
+                    node.register_prehook(partial(_leave_once, self._unit, self.call))
+        return self.call
+
+
+def _leave(unit: Unit, call: Call, *_: Any) -> None:
+    unit.after_backward(call)
+
+
+def _leave_once(unit: Unit, call: Call, *_: Any) -> None:
+    if unit.running:
+        unit.after_backward(call)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return what `visit_tensors` visits."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    visit_tensors(value, found.append)
+    return found
+
+
+def hook_outputs(outputs: Iterable[torch.Tensor], before_backward: Callable[..., None]) -> bool:
     """Call `before_backward` when a gradient reaches any of `outputs`; return whether one can."""
     hooked = False
-
-    def hook(tensor: torch.Tensor) -> None:
-        nonlocal hooked
+    for tensor in outputs:
         if tensor.requires_grad and tensor.grad_fn is not None:
             tensor.register_hook(before_backward)
             base = tensor._base
             if base is not None and base.grad_fn is not None:
                 base.register_hook(before_backward)
             hooked = True
-
-    visit_tensors(outputs, hook)
     return hooked
 
 
@@ -171,24 +216,28 @@ class UnitHooks:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
-        if unit.engine.gathered_depth:
+        engine = unit.engine
+        if engine.gathered_depth:
             return None
         recomputing = unit.running
         unit.before_forward()
-        if not torch.is_grad_enabled() and unit.engine.forward_has_grad:
-            unit.recomputes += 1  # a reentrant checkpoint: this forward comes again, with gradient
-        if not torch.is_grad_enabled() or recomputing:
+        if not torch.is_grad_enabled():
+            if engine.forward_has_grad:
+                unit.recomputes += 1  # a reentrant checkpoint: this forward comes again, with gradient
             return None
-        unit.engine.read_sync()
-        call = unit.open_call()
+        if recomputing:
+            return None
+        if not engine.forward_has_grad:
+            engine.read_sync()
         found: list[torch.Tensor] = []
-        collect_inputs((args, kwargs), found)
+        collect_inputs(args, found)
+        collect_inputs(kwargs.values(), found)
+        entry = unit.enter(found)
         if not found:
             return None  # no boundary: the call counts as open until the end of its backward
-        fresh = _InputBoundary.apply(unit, call, *found)
-        for tensor in fresh:
-            _allow_writes(tensor, _CreationMeta.DEFAULT)
-        renamed = {id(old): new for old, new in zip(found, fresh, strict=True)}
+        if len(found) == 1 and args and args[0] is found[0]:
+            return (entry.inputs[0], *args[1:]), kwargs
+        renamed = {id(old): new for old, new in zip(found, entry.inputs, strict=True)}
         return replace_inputs(args, renamed), replace_inputs(kwargs, renamed)
 
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -196,10 +245,13 @@ class UnitHooks:
         if unit.engine.gathered_depth:
             return
         has_backward = False
-        unit.hold_if_given_away(outputs)
+        tensors = tensors_in(outputs)
+        if unit.sharded:
+            unit.hold_if_given_away(tensors)
         if torch.is_grad_enabled() and not unit.running:
-            kept = self._kept(module)
-            has_backward = hook_outputs((outputs, kept), partial(unit.on_output_gradient, unit.entered.pop()))
+            if self._forwards < _LOOKS or self._keepers:
+                tensors += tensors_in(self._kept(module))
+            has_backward = hook_outputs(tensors, partial(unit.on_output_gradient, unit.entered.pop().close()))
             if not has_backward and unit.trainable:
                 unit.engine.hold(unit)  # it may have put its result where nobody looks: into an argument, say
         unit.after_forward(has_backward)

@@ -50,8 +50,9 @@ class Lane(DirectGradients):
         self.late = LateDivision(self)
         self.known_norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
         self.in_pieces = False  # `arriving` goes through the arena in pieces
-        self._lent_views: tuple[tuple[int, torch.dtype], list[torch.Tensor]] | None = None
+        self._lent_views: tuple[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
+        self._arriving_kind = Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
         self._shown: set[int] = set()  # positions whose whole parameter had its gradient set here
         self._dropped: set[int] = set()  # positions whose gradient was dropped, and is still in the sums
         self.waiting = WaitingSum(self) if self.divided else None
@@ -71,6 +72,8 @@ class Lane(DirectGradients):
 
     def has_gradients(self) -> list[bool]:
         """Say which parameters have a gradient from this rank's backwards, not dropped since."""
+        if False not in self.touched:
+            return self.touched
         return [touched or leaf.grad is not None for touched, leaf in zip(self.touched, self.leaves, strict=True)]
 
     def prepare(self, reduce_next: bool, again: bool = False) -> None:
@@ -86,7 +89,8 @@ class Lane(DirectGradients):
                 self.hold(Kind.GRADIENT, self.arriving)
             return
         self.forget_released()
-        self.erase_dropped()
+        if self._dropped:
+            self.erase_dropped()
         self.fresh = self.arriving is None
         if self.arriving is None:
             self.arriving = self._make_arriving(reduce_next)
@@ -102,36 +106,40 @@ class Lane(DirectGradients):
         if self.direct:
             return self.take_direct()
         assert self.arriving is not None
-        views, grads, missing = [], [], []
-        wholes = self._whole_views(self.arriving)
-        for position, leaf in enumerate(self.leaves):
-            if leaf.grad is None:
-                missing.append(position)
-                continue
-            views.append(wholes[position])
-            grads.append(dense(leaf.grad))
-            self.touched[position] = True
+        views, gaps = self._whole_views(self.arriving)
+        grads = [leaf.grad for leaf in self.leaves]
+        there = [grad is not None for grad in grads]
+        if False in there:
+            gaps = [*gaps, *(view for view, has in zip(views, there, strict=True) if not has)]
+            views = [view for view, has in zip(views, there, strict=True) if has]
+            self.touched = [touched or has for touched, has in zip(self.touched, there, strict=True)]
+        else:
+            self.touched = there
+        found = [grad for grad in grads if grad is not None]
+        if True in [grad.is_sparse for grad in found]:
+            found = [dense(grad) for grad in found]
+        for leaf in self.leaves:
             leaf.grad = None
-        if self.fresh:
-            self._zero_gaps(self.arriving, missing)
+        if self.fresh and gaps:
+            torch._foreach_zero_(gaps)
         if views:
-            (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(views, grads)
-        return grads
+            (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(views, found)
+        return found
 
-    def _whole_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return `whole_view` of every parameter; made once for a buffer that comes back, as the arena does."""
+    def _whole_views(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return `whole_view` of every parameter, and what is between; made once for a buffer that comes back."""
         where = (buffer.data_ptr(), buffer.dtype)
         if self._lent_views is not None and self._lent_views[0] == where:
             return self._lent_views[1]
         like, places = self._pattern
         pieces = torch._C._nn.unflatten_dense_tensors(buffer, like)
-        views = [
-            pieces[place] if tensor.numel else self.whole_view(buffer, position)  # it would lose an empty one's shape
-            for position, (place, tensor) in enumerate(zip(places, self.layout.tensors, strict=True))
-        ]
+        views = [pieces[place] for place in places]
+        for position in self._empty:
+            views[position] = self.whole_view(buffer, position)  # its shape would be lost
+        found = views, [pieces[place] for place in self._gaps]
         if self.is_lent:
-            self._lent_views = (where, views)
-        return views
+            self._lent_views = (where, found)
+        return found
 
     @functools.cached_property
     def _pattern(self) -> tuple[list[torch.Tensor], list[int]]:
@@ -148,7 +156,20 @@ class Lane(DirectGradients):
             places.append(len(like))
             like.append(torch.empty(parameter.shape, device="meta"))
             end = tensor.stop
+        if self.layout.numel > end:
+            like.append(torch.empty(self.layout.numel - end, device="meta"))
         return like, places
+
+    @functools.cached_property
+    def _gaps(self) -> list[int]:
+        """Return the places of gaps in `_pattern`."""
+        like, places = self._pattern
+        return sorted(set(range(len(like))) - set(places))
+
+    @functools.cached_property
+    def _empty(self) -> list[int]:
+        """Return the positions of parameters without elements."""
+        return [position for position, tensor in enumerate(self.layout.tensors) if not tensor.numel]
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
         peer, mesh = self.unit.engine.peer, self.unit.engine.mesh
@@ -165,7 +186,8 @@ class Lane(DirectGradients):
         if buffer is None:
             with own_memory(self.device):
                 buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-        self.hold(self._arriving_kind, buffer)
+        if self.unit.engine.ledger is not None:
+            self.hold(self._arriving_kind, buffer)
         return buffer
 
     @property
@@ -191,8 +213,10 @@ class Lane(DirectGradients):
                 view = run.parameter.grad
                 if run.handed_out and view is not None and run.stop > run.start:
                     return self._around(view, run)
-        self.await_step()
-        self.divide_now()
+        if self.stepping is not None:
+            self.await_step()
+        if self.late.divisor is not None:
+            self.divide_now()
         return self._gradient
 
     def divide_now(self) -> None:
@@ -216,26 +240,11 @@ class Lane(DirectGradients):
             )
         return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (self.master.numel(),), (1,))
 
-    @property
-    def _arriving_kind(self) -> Kind:
-        return Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
-
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Take a flat reduced gradient, which a replayed backward has filled, for the lane's own."""
         self._gradient = gradient
         self.accumulated = True
         self._hold_gradient(gradient.nbytes)
-
-    def _zero_gaps(self, buffer: torch.Tensor, missing: list[int]) -> None:
-        end = 0
-        for position, tensor in enumerate(self.layout.tensors):
-            if tensor.offset > end:
-                buffer[end : tensor.offset].zero_()
-            if position in missing:
-                buffer[tensor.offset : tensor.stop].zero_()
-            end = tensor.stop
-        if end < self.layout.numel:
-            buffer[end:].zero_()
 
     def reduce(self, sync: bool) -> list[torch.Tensor]:
         """Reduce `arriving` over the mesh into `gradient`, on the current stream.
@@ -247,14 +256,17 @@ class Lane(DirectGradients):
         if self.in_pieces:
             return self._reduce_in_pieces()
         engine = self.unit.engine
-        buffer = self.arriving.to(self.reduce_dtype)  # itself, where the dtype is that
+        buffer = self.arriving
+        if buffer.dtype != self.reduce_dtype:
+            buffer = buffer.to(self.reduce_dtype)
         if self.direct:
             engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
             if buffer is not self.arriving:
                 self.arriving.copy_(buffer)
             self.reduced_version = self.arriving._version
             return [buffer]
-        self.hold(self._arriving_kind, self.arriving, -1)
+        if engine.ledger is not None:
+            self.hold(self._arriving_kind, self.arriving, -1)
         engine.in_flight.give_back(self.arriving)
         read = [] if buffer is self.arriving else [buffer]
         self.arriving = None
@@ -263,7 +275,8 @@ class Lane(DirectGradients):
             self._accumulate(buffer, sync=False)
             return read
         if self._lands_in_gradient(buffer.dtype, sync):
-            engine.reducer.mean_scatter(self._open_gradient()[0], buffer, self.axis, self.unit.label)
+            assert self._gradient is not None
+            engine.reducer.mean_scatter(self._gradient, buffer, self.axis, self.unit.label)
             self.accumulated = True
             return read
         segment = self.segment_of(buffer)
@@ -277,7 +290,7 @@ class Lane(DirectGradients):
         """Say whether the mean over the shard axis is `gradient` as it comes: nothing is added, cast or sent on."""
         if self.coder is not None or self.divided or self.store_dtype != dtype or self._travels_on(sync):
             return False
-        return self.axis.size > 1 and self._open_gradient()[1]
+        return self.axis.size > 1 and not self.accumulated  # since `prepare`, which has made it
 
     def _reduce_in_pieces(self) -> list[torch.Tensor]:
         assert self.arriving is not None
@@ -420,12 +433,18 @@ class Lane(DirectGradients):
 
     def _all_handed_out(self) -> bool:
         """Say whether optimizers hold all that `gradient` has."""
-        held = {position for run in self.runs if run.handed_out for position in run.positions}
+        if len(self.runs) == 1 and self.runs[0].handed_out:
+            return len(self.runs[0].positions) == len(self.valid) or self._none_but(self.runs[0].positions)
+        return self._none_but([position for run in self.runs if run.handed_out for position in run.positions])
+
+    def _none_but(self, positions: Collection[int]) -> bool:
+        """Say whether no others have a gradient."""
+        held = set(positions)
         return all(position in held for position, valid in enumerate(self.valid) if valid)
 
     def forget_released(self) -> None:
         """Notice gradients that `zero_grad(set_to_none=True)` of an optimizer, or of a plain parameter, dropped."""
-        gone = {position for position in self._shown if self.resting[position].grad is None}
+        gone = {position for position in self._shown if self.resting[position].grad is None} if self._shown else set()
         for run in self.runs:
             if run.handed_out and run.parameter.grad is None:
                 gone.update(run.positions)
@@ -442,8 +461,9 @@ class Lane(DirectGradients):
         self._dropped.update(positions)
         if len(self._dropped) == len(self.parameters):
             self._forget_all()
+        every = len(positions) == len(self.parameters)
         for run in self.runs:
-            if any(position in positions for position in run.positions):
+            if every or any(position in positions for position in run.positions):
                 run.dropped()
 
     def erase_dropped(self) -> None:

@@ -76,11 +76,15 @@ class Run:
     def hand_out(self) -> None:
         """Set the run's gradient from the lane's; split where some parameters have one and others do not."""
         self.uneven = False
-        flags = {self.lane.valid[position] for position in self.positions}
-        if len(flags) > 1:
-            self._split()
-            return
-        self.handed_out = flags == {True}
+        valid = self.lane.valid
+        if False not in valid:
+            self.handed_out = True
+        else:
+            flags = {valid[position] for position in self.positions}
+            if len(flags) > 1:
+                self._split()
+                return
+            self.handed_out = True in flags
         if self.handed_out and self.parameter.grad is None:
             self.parameter.grad = self._rows_of(self.lane.gradient)
         elif not self.handed_out:
@@ -97,7 +101,8 @@ class Run:
 
         Others may follow (`module.zero_grad()` drops all in turn), so the run is split no sooner than at a step.
         """
-        if not any(self.lane.valid[position] for position in self.positions):
+        valid = self.lane.valid
+        if True not in valid or not any(valid[position] for position in self.positions):
             self.parameter.grad = None
             self.handed_out = self.uneven = False
         elif self.handed_out:

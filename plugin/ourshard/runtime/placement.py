@@ -6,7 +6,7 @@ decided once; the rest of the runtime only asks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -26,20 +26,14 @@ class Placement:
     params: At
     grads: At
     master: At
+    whole: bool = field(init=False, compare=False)  # everything is, as under DDP
+    divided: bool = field(init=False, compare=False)  # masters are cut over replicas too: Note [Divided masters]
 
     def __post_init__(self) -> None:
         order = [list(At).index(at) for at in (self.params, self.grads, self.master)]
         assert all(a <= b for a, b in pairwise(order)), self
-
-    @property
-    def whole(self) -> bool:
-        """Say whether everything is whole, as under DDP."""
-        return self.master is At.WHOLE
-
-    @property
-    def divided(self) -> bool:
-        """Say whether masters are cut over replicas too: Note [Divided masters] in divided.py."""
-        return self.master is At.WORLD_SHARD
+        object.__setattr__(self, "whole", self.master is At.WHOLE)
+        object.__setattr__(self, "divided", self.master is At.WORLD_SHARD)
 
 
 WHOLE = Placement(At.WHOLE, At.WHOLE, At.WHOLE)

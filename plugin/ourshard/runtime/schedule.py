@@ -58,10 +58,11 @@ class Schedule:
         self._units = units
         self._perform = perform  # issues the collective of an event, once
         self._name = name  # of the model, in what ranks tell each other
-        self._plans: dict[Hashable, list[Event]] = {}
+        self._plans: dict[Hashable, tuple[list[Event], list[int]]] = {}  # with the gathers before each place
         self.phase: tuple[str, Hashable] | None = None
         self._depth = 0
         self._plan: list[Event] = []  # of the current phase
+        self._gathers: list[int] = []  # before each place of the plan, if it is a record
         self._issued = 0  # events of the plan that were issued
         self._reached = 0  # events of the plan up to the last gather that this rank asked for
         self._recording = False
@@ -74,7 +75,7 @@ class Schedule:
         self.phase = phase
         self._depth = depth
         self._recording = phase not in self._plans
-        self._plan = [] if self._recording else self._plans[phase]
+        self._plan, self._gathers = ([], []) if self._recording else self._plans[phase]
         self._issued = self._reached = 0
         self._ready.clear()
         self._skipped.clear()
@@ -90,7 +91,9 @@ class Schedule:
             return
         if self._recording:
             self._record(None)
-            self._plans[self.phase] = hoist(self._plan, self._depth)
+            plan = hoist(self._plan, self._depth)
+            kinds = (event.action is Action.GATHER for event in plan)
+            self._plans[self.phase] = plan, list(itertools.accumulate(kinds, initial=0))
         while self._issued < len(self._plan):
             self._pass_by(self._plan[self._issued])
         self._control.confirm()
@@ -125,9 +128,9 @@ class Schedule:
         """Note that a unit gathered ahead is in use now, and prefetch what follows."""
         if self.phase is None or self._recording or self._reached >= self._issued:
             return
-        event = Event(Action.GATHER, unit.index)
+        index, plan = unit.index, self._plan
         for place in range(self._reached, self._issued):
-            if self._plan[place] == event:
+            if plan[place].unit == index and plan[place].action is Action.GATHER:
                 self._reached = place + 1
                 self._advance()
                 return
@@ -165,9 +168,11 @@ class Schedule:
 
     def _advance(self) -> None:
         """Issue what is next in the record and can go now: gathers as far as `depth`, reductions that are ready."""
-        ahead = sum(1 for event in self._plan[self._reached : self._issued] if event.action is Action.GATHER)
-        while self._issued < len(self._plan):
-            event = self._plan[self._issued]
+        plan = self._plan
+        ahead = self._gathers[self._issued] - self._gathers[self._reached]
+        end = len(plan)
+        while self._issued < end:
+            event = plan[self._issued]
             if event.action is Action.GATHER:
                 if ahead >= self._depth:
                     return

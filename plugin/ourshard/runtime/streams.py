@@ -42,21 +42,39 @@ class Queue:
         return None
 
 
+class _Current:
+    """The stream that is current on a device: of torch a question costs more than of this, since it makes an object."""
+
+    __slots__ = ("_device", "_known")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+    def stream(self) -> torch.cuda.Stream:
+        where = torch._C._cuda_getCurrentStream(self._device)
+        found = self._known.get(where)
+        if found is None:
+            found = self._known[where] = torch.cuda.current_stream(self._device)
+        return found
+
+
 class _After(Queue):
     """Queue on a stream, after the work that the current one has so far. One event serves all waits of a stream."""
 
-    __slots__ = ("_before", "_event", "_stream")
+    __slots__ = ("_before", "_current", "_event", "_stream")
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, current: _Current) -> None:
         self._stream = stream
+        self._current = current
         self._event = torch.cuda.Event()
         self._before: torch.cuda.Stream | None = None
 
     def __enter__(self) -> _After:
         assert self._before is None, "entered twice"
-        self._before = torch.cuda.current_stream()
+        self._before = self._current.stream()
         self._event.record(self._before)
-        self._stream.wait_event(self._event)
+        self._event.wait(self._stream)
         torch.cuda.set_stream(self._stream)
         return self
 
@@ -81,7 +99,9 @@ class Streams:
         if self.on_gpu:
             self._gather = torch.cuda.Stream(device, priority=-1)
             self._reduce = torch.cuda.Stream(device, priority=-1)
-            self._after_gather, self._after_reduce = _After(self._gather), _After(self._reduce)
+            self._current = _Current(device)
+            self._after_gather = _After(self._gather, self._current)
+            self._after_reduce = _After(self._reduce, self._current)
 
     def gather(self) -> Queue:
         """Queue on the gather stream, after the compute stream's work so far."""
@@ -93,14 +113,17 @@ class Streams:
 
     def beside_compute(self) -> bool:
         """Say whether the current stream is the one of gathers or of reductions."""
-        return torch.cuda.current_stream() in (self._gather, self._reduce)
+        return self._current.stream() in (self._gather, self._reduce)
 
     def wait(self, event: Any, kind: Spent, label: str) -> None:
         """Make the current stream wait for `event`; a meter is told as what, and of which unit."""
         if event is None:
             return
+        if self.meter is None:
+            event.wait(self._current.stream())
+            return
         with self._measured(kind, label):
-            torch.cuda.current_stream().wait_event(event)
+            event.wait(self._current.stream())
 
     def _measured(self, kind: Spent, label: str) -> AbstractContextManager[None]:
         return nullcontext() if self.meter is None else self.meter.span(kind, label)
@@ -121,7 +144,7 @@ class Streams:
         """Make the compute stream wait for all gathers and reductions issued so far."""
         if not self.on_gpu:
             return
-        current = torch.cuda.current_stream()
+        current = self._current.stream()
         with self._measured(Spent.GATHER, END):
             current.wait_stream(self._gather)
         with self._measured(Spent.REDUCE, END):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ourshard.runtime.hooks import hook_outputs, visit_tensors
+from ourshard.runtime.hooks import Entry, hook_outputs, tensors_in
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.layout import UnitLayout
@@ -37,13 +37,32 @@ if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
 
 
+class _Calls:
+    """How many forwards of a unit may still have a backward."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = 0
+
+
 class Call:
     """One forward with gradient. Its graph alone keeps it alive, so that one without a backward is forgotten."""
 
-    __slots__ = ("__weakref__", "begun")
+    __slots__ = ("__weakref__", "_among", "begun")
 
-    def __init__(self) -> None:
+    def __init__(self, among: _Calls) -> None:
         self.begun = False  # its backward has
+        self._among: _Calls | None = among
+        among.open += 1
+
+    def close(self) -> None:
+        """Count it no more."""
+        among, self._among = self._among, None
+        if among is not None:
+            among.open -= 1
+
+    __del__ = close
 
 
 class Unit:
@@ -62,8 +81,9 @@ class Unit:
         self.installed = False
         self.held = False
         self.pinned = 0  # `gathered(...)` contexts around it
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.entered: list[Call] = []  # calls whose forward is under way
+        self.calls = _Calls()
+        self._begun: list[weakref.ref[Call]] = []  # calls whose backward has
+        self.entered: list[Entry] = []  # calls whose forward is under way
         self.running = False
         self.passed = 0  # modules whose forward is over in this pass
         self.recomputes = 0  # forwards without gradient inside of one with: reentrant checkpoints, which come again
@@ -71,6 +91,7 @@ class Unit:
         self.sharded = False  # some lane's parameters are sharded at rest: gathering communicates
         self._passage: Passage | None = None  # the forward or backward under way, if someone looks
         self._gathered: Any = None  # event on the gather stream that compute has not waited for
+        self._resting: list[Lane] = []  # lanes whose whole parameters are freed
         self._gather_mark: Any = None  # that event, kept for the next gather
         self._reduce_mark: Any = None  # as `_gather_mark`, on the reduce stream
         self._sites: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
@@ -80,6 +101,7 @@ class Unit:
         reduce_dtype = self.engine.reduce_dtype
         self.lanes = [Lane(self, lane, parameters, reduce_dtype or lane.key.compute_dtype) for lane in layout.lanes]  # type: ignore[attr-defined]
         self.sharded = any(lane.gathers for lane in self.lanes)
+        self._resting = [lane for lane in self.lanes if lane.placement.params is At.SHARD]
 
     def take_over(self) -> None:
         """Turn the model's parameters into what the lanes hold; see `Lane.take_over`."""
@@ -130,7 +152,9 @@ class Unit:
                 self.issue_gather()
         elif self.sharded:
             engine.schedule.passed(self)
-        self.finish_gather()
+        self.is_ahead = False
+        if self._gathered is not None:
+            self.finish_gather()
 
     def finish_gather(self) -> None:
         """Make the current stream wait for the gather that brings the parameters."""
@@ -144,7 +168,7 @@ class Unit:
         if not self.installed:
             self.installed = True
             for registry, attribute, leaf, resting in self._sites:
-                if registry.get(attribute) is not resting:
+                if attribute not in registry or registry[attribute] is not resting:
                     raise RuntimeError(
                         f"The parameter {attribute!r} of unit {self.label!r} was replaced after the model was "
                         "sharded; change the model (resize embeddings, add adapters) before `prepare`, and call "
@@ -160,16 +184,16 @@ class Unit:
 
     def release(self) -> None:
         """Put handles back and, where parameters are sharded at rest, free the whole ones."""
-        self.uninstall()
-        if self.pinned or not self.whole or not any(lane.placement.params is At.SHARD for lane in self.lanes):
+        if self.installed:
+            self.uninstall()
+        if self.pinned or not self.whole or not self._resting:
             return
         if self._gathered is not None:  # gathered ahead and not used: the block must not be reused before it lands
             self.engine.streams.wait(self._gathered, Spent.GATHER, self.label)
             self._gathered = None
         self.whole = False
-        for lane in self.lanes:
-            if lane.placement.params is At.SHARD:
-                lane.full.free()
+        for lane in self._resting:
+            lane.full.free()
 
     def release_unused(self) -> None:
         """Release a unit that was gathered ahead, or only because other ranks did, and not asked for since."""
@@ -201,15 +225,16 @@ class Unit:
 
     def before_forward(self) -> None:
         self.require()
-        self.install()
-        if not self.engine.phase_is_backward and self.engine.measuring.watched:
+        if not self.installed:
+            self.install()
+        if self.engine.measuring.watched and not self.engine.phase_is_backward:
             self._open_passage("forward")
 
     def after_forward(self, has_backward: bool) -> None:
         """Release, unless a backward is running, or will come soon and `reshard_after_forward` is off."""
         if self._passage is not None and not self.engine.phase_is_backward:  # else a recomputation, part of a backward
             self._close_passage()
-        if self._more_to_come():
+        if len(self.modules) > 1 and self._more_to_come():
             return
         if self.running or self.held:
             if self.engine.phase_is_backward:
@@ -222,15 +247,12 @@ class Unit:
         else:
             self.release()
 
-    def hold_if_given_away(self, outputs: Any) -> None:
+    def hold_if_given_away(self, outputs: list[torch.Tensor]) -> None:
         """Stay whole until the end of backward where a module returned a parameter, or a view of one."""
-
-        def look(tensor: torch.Tensor) -> None:
-            if any(lane.full.contains(tensor) for lane in self.lanes):
-                self.engine.hold(self)
-
-        if self.sharded:
-            visit_tensors(outputs, look)
+        for tensor in outputs:
+            for lane in self.lanes:
+                if lane.full.contains(tensor):
+                    self.engine.hold(self)
 
     def _open_passage(self, phase: str) -> None:
         if self._passage is None:
@@ -243,7 +265,7 @@ class Unit:
 
     def _more_to_come(self) -> bool:
         """Say whether other modules of a merged unit are still to run in this pass."""
-        if self.engine.phase_is_backward or len(self.modules) < 2:
+        if self.engine.phase_is_backward:
             return False
         self.passed = (self.passed + 1) % len(self.modules)
         return self.passed > 0
@@ -252,38 +274,40 @@ class Unit:
         if not self.held:
             self.uninstall()
 
-    def open_call(self) -> Call:
+    def enter(self, inputs: list[torch.Tensor]) -> Entry:
         """Note a forward with gradient; `entered` has it until the forward is over."""
-        call = Call()
-        self.calls.add(call)
-        self.entered.append(call)
-        return call
+        entry = Entry(self, Call(self.calls), inputs)
+        self.entered.append(entry)
+        return entry
 
     @property
     def is_pending(self) -> bool:
         """Say whether this backward may still bring gradients."""
-        return self.rooted or self.running or self.recomputes > 0 or len(self.calls) > 0
+        return self.rooted or self.running or self.recomputes > 0 or self.calls.open > 0
 
     def before_backward(self) -> None:
         """Bring the parameters back before the first gradient reaches the unit. Idempotent while a backward runs."""
-        self.engine.begin_backward()
+        if not self.engine.phase_is_backward:
+            self.engine.begin_backward()
         if not self.running:
             self.require()
-            self.install()
+            if not self.installed:
+                self.install()
             if self.engine.measuring.watched:
                 self._open_passage("backward")
         self.running = True
 
     def after_backward(self, call: Call) -> None:
         """Reduce and release once the gradients of all calls have left the unit by its inputs."""
-        self.calls.discard(call)
-        self.recomputes = max(0, self.recomputes - 1)
-        if self.recomputes or len(self.calls):
+        call.close()
+        if self.recomputes:
+            self.recomputes -= 1
+        if self.recomputes or self.calls.open:
             return
         self.running = False
         if self._passage is not None:
             self._close_passage()
-        if self.engine.reduces_now(self):
+        if self.lanes_due():
             self.engine.schedule.need(Action.REDUCE, self)
         else:
             self.put_aside()
@@ -304,9 +328,11 @@ class Unit:
 
     def close(self) -> None:
         """Forget the calls whose backward is over."""
-        for call in list(self.calls):
-            if call.begun:
-                self.calls.discard(call)
+        for begun in self._begun:
+            call = begun()
+            if call is not None:
+                call.close()
+        self._begun.clear()
         if self._passage is not None:
             self._close_passage()
         self.running = False
@@ -318,7 +344,7 @@ class Unit:
         if self.engine.gathered_depth or any(p.grad is None for p in leaves):
             return
         self.engine.begin_backward()
-        if self.engine.reduces_now(self):
+        if self.lanes_due():
             self.engine.schedule.need(Action.REDUCE, self)
         else:
             self.put_aside()
@@ -326,7 +352,7 @@ class Unit:
     def reset(self) -> None:
         """Forget all that a forward or backward left half done."""
         self.held = False
-        self.calls.clear()
+        self.calls = _Calls()
         self.entered.clear()
         self.close()
         for lane in self.lanes:
@@ -339,29 +365,39 @@ class Unit:
 
     def on_output_gradient(self, call: Call | None, gradient: torch.Tensor) -> None:
         """Run as a hook on the outputs of a call (or of a read from outside): a gradient is about to enter the unit."""
-        if call is not None:
+        if call is not None and not call.begun:
             call.begun = True
+            self._begun.append(weakref.ref(call))
         self.before_backward()
 
     def watch(self, outputs: Any) -> bool:
         """Hear of the backward through values that were made of the unit's parameters outside of its modules."""
-        return hook_outputs(outputs, partial(self.on_output_gradient, None))
+        return hook_outputs(tensors_in(outputs), partial(self.on_output_gradient, None))
 
     @property
     def trainable(self) -> bool:
         return any(lane.trainable for lane in self.lanes)
 
+    def lanes_due(self) -> list[Lane]:
+        """Return the lanes that this backward reduces; the same on every rank."""
+        engine = self.engine
+        if engine.sync_backward:
+            return [lane for lane in self.lanes if lane.trainable]
+        return [lane for lane in self.lanes if lane.trainable and engine.lane_reduces_now(lane)]
+
     def has_arrived(self) -> bool:
         """Say whether a gradient waits to be reduced in this backward."""
-        due = (lane for lane in self.lanes if lane.trainable and self.engine.lane_reduces_now(lane))
-        return any(lane.has_arrived() for lane in due)
+        for lane in self.lanes_due():
+            if lane.has_arrived():
+                return True
+        return False
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Take what arrived, zeros where nothing did, and reduce the lanes whose turn it is."""
         engine = self.engine
         again, self.reduced = self.reduced, True
-        due = [lane for lane in self.lanes if lane.trainable and engine.lane_reduces_now(lane)]
+        due = self.lanes_due()
         if len(due) < len(self.lanes):
             self.put_aside(but=due)
         if engine.ledger is not None:
