@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.nets import WIDTH, Toy, toy
+from tests.ranks.nets import WIDTH, Toy, square_loss, toy
 from tests.ranks.pairs import joined, pair, part
 from tests.ranks.training import TOY
 
@@ -79,6 +79,25 @@ def clip_values(config: dict[str, Any]) -> None:
     both.assert_same_gradients()
     both.step()
     both.assert_same()
+
+
+def norms_as_a_model_grows(config: dict[str, Any]) -> list[float]:
+    from ourshard import clip_grad_norm_
+
+    model = pair(config, mixed).sharded
+    square_loss(model, joined(0)).backward()
+    before = clip_grad_norm_(model, 1e9)
+    model.late = nn.Parameter(torch.ones(7))
+    model.late.grad = torch.ones(7)
+    wider = clip_grad_norm_(model, 1e9)
+    model.late = nn.Parameter(torch.ones(3))
+    return [before.item(), wider.item(), clip_grad_norm_(model, 1e9).item()]
+
+
+def test_a_model_is_clipped_with_the_parameters_that_it_has_now(ranks):
+    for before, wider, after in ranks(2)(norms_as_a_model_grows, CONFIGS["stage 3"]):
+        assert wider == pytest.approx(math.sqrt(before**2 + 7))
+        assert after == before
 
 
 def test_values_are_clipped_element_by_element(ranks):

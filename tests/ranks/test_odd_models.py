@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ourshard.config import ShardConfig
+from ourshard.runtime.api import engine_of, shard_model
 from torch import nn
 
 from tests.ranks.nets import WIDTH, Block, numbers, square_loss
@@ -104,6 +106,31 @@ def loss_with_those_kept(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def test_blocks_may_change_their_input_in_place(ranks):
     task = Task(make=Residual, loss=square_loss, optimizer=sgd, accumulate=2)
     compare(ranks(2), task, TOY, reference(task, 2))
+
+
+def most_at_once(block: type[Block]) -> int:
+    """Return the most bytes of whole parameters that a step holds, of a model with six of these blocks."""
+    model = six(block)
+    config = {"stage": 3, "persist_below": 0, "wrap": {"classes": ["Overwriting", "Block"]}, "ledger": True}
+    shard_model(model, ShardConfig.from_dict(config))
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.ledger is not None
+    for _ in range(3):
+        engine.ledger.reset()
+        square_loss(model, numbers(4, WIDTH)).backward()
+    return engine.ledger.peak["slot"]
+
+
+def six(block: type[Block]) -> nn.Module:
+    model = Residual()
+    model.blocks = nn.ModuleList([block() for _ in range(6)])
+    return model
+
+
+def test_a_block_that_changes_its_input_in_place_is_released_when_its_backward_is_over(ranks):
+    plain, overwriting = (ranks(2)(most_at_once, block) for block in (Block, Overwriting))
+    assert overwriting == plain
 
 
 @pytest.mark.parametrize("make", [kept, added, routed])

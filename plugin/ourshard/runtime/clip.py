@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,32 +91,76 @@ def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tenso
 
 def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _Gradients:
     if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
+        asked = _asked_of(parameters)
+    else:
+        asked = _Asked([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     found = _Gradients()
-    by_lane: dict[Lane, set[int]] = {}
-    unique = list({id(parameter): parameter for parameter in parameters}.values())
-    for parameter in unique:
-        if isinstance(parameter, ShardParameter):
-            by_lane.setdefault(parameter._lane, set()).add(parameter._position)
-    found.whole.extend(p.grad for p in unique if not isinstance(p, ShardParameter) and p.grad is not None)
-    for lane, positions in by_lane.items():
+    found.whole.extend(p.grad for p in asked.others if p.grad is not None)
+    for lane, positions in asked.by_lane.items():
         _add_lane(lane, positions, found)
-    for dtype in [*(lane.store_dtype for lane in by_lane), *(tensor.dtype for tensor in found.whole)]:
+    for dtype in [*(lane.store_dtype for lane in asked.by_lane), *(tensor.dtype for tensor in found.whole)]:
         found.dtype = torch.promote_types(found.dtype, dtype)
     return found
+
+
+class _Asked:
+    """The parameters that are asked for: positions by lane, and those of no lane."""
+
+    __slots__ = ("by_lane", "others")
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.by_lane: dict[Lane, set[int]] = {}
+        self.others: list[torch.Tensor] = []
+        for parameter in {id(parameter): parameter for parameter in parameters}.values():
+            if isinstance(parameter, ShardParameter):
+                self.by_lane.setdefault(parameter._lane, set()).add(parameter._position)
+            else:
+                self.others.append(parameter)
+
+
+class _AskedOfModel(_Asked):
+    """The parameters of a model, which are looked for again once it has other modules or parameters.
+
+    Looking for those of 48 layers takes the host 1.2 ms, and a look at what it has 0.2.
+    """
+
+    __slots__ = ("_adoption", "_entries", "_registries")
+
+    def __init__(self, model: nn.Module, adoption: int) -> None:
+        super().__init__(model.parameters())
+        self._adoption = adoption
+        self._registries: list[dict[str, Any]] = [
+            registry for m in model.modules() for registry in (m._parameters, m._modules)
+        ]
+        self._entries = self._look()
+
+    def holds(self, adoption: int) -> bool:
+        return adoption == self._adoption and self._entries == self._look()
+
+    def _look(self) -> list[int]:
+        return [id(entry) for registry in self._registries for entry in registry.values()]
+
+
+def _asked_of(model: nn.Module) -> _Asked:
+    engine = model.__dict__.get("_ourshard")
+    if not isinstance(engine, Engine):
+        return _Asked(model.parameters())
+    if not isinstance(engine.clipped, _AskedOfModel) or not engine.clipped.holds(engine.adoption):
+        engine.clipped = _AskedOfModel(model, engine.adoption)
+    return engine.clipped
 
 
 def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
     mine = found.sharded.setdefault((lane.unit.engine, lane.spread), [])
     lane.forget_released()
     lane.erase_dropped()
-    valid = [position for position in sorted(positions) if lane.valid[position]]
     gradient = lane.gradient
-    if gradient is None or not lane.accumulated or not valid:
+    if gradient is None or not lane.accumulated:
         return
-    if all(position in positions or not lane.valid[position] for position in range(len(lane.valid))):
+    valid = [position for position in sorted(positions) if lane.valid[position]]
+    if not valid:
+        return
+    if len(valid) == lane.valid.count(True):
         mine.append(gradient)  # all that has a gradient is asked for: the flat lane, padding is zero
         found.lanes[id(gradient)] = lane
         norm = lane.norm_above()

@@ -91,6 +91,7 @@ class Engine:
         self.adoption = 0  # grows when an optimizer must look for parameters anew
         self.writes = 0  # whole values written from outside since the last forward: `writing.py`
         self.own_hooks: set[int] = set()  # numbers of the hooks that the engine put on modules and leaves
+        self.clipped: object = None  # what clipping remembers of the model's parameters: clip.py
         self.used_alike = True  # all ranks used the same parameters in the last backward that synced
         self.replays = False  # the last forward was a graph's, which brings in what stays whole by itself
         self.replayed = 0  # how many were
@@ -306,14 +307,16 @@ class Engine:
         """Close the backward phase: reduce what is left, release everything, and agree which gradients exist."""
         if not self.phase_is_backward:
             return
-        for unit in (*reversed(self.units[:-1]), self.root):
+        in_order = (*reversed(self.units[:-1]), self.root)
+        behind = [unit for unit in in_order if not unit.reduced or unit.has_arrived()]
+        for unit in behind:
             if (not unit.reduced or unit.has_arrived()) and unit.lanes_due():
                 self.schedule.need(Action.REDUCE, unit)
         self.schedule.end()
-        for unit in self.units:
+        for unit in behind if self.sync_backward else self.units:
             unit.put_aside()
         if self.sync_backward:
-            self.settle()
+            self.settle(behind)
         self.phase_is_backward = False
         self.streams.join()
         self.measuring.end_phase()
@@ -358,14 +361,16 @@ class Engine:
 
     # ---- which gradients exist -----------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def settle(self, behind: Collection[Unit]) -> None:
         """Agree which units have gradients left over and which parameters have one on any rank; reduce and show them.
 
         Collective, at the end of every backward that syncs; the agreement is on the host. `zero_grad` and users look at
         gradients right after, so that it can't wait. Buffers that forwards updated become the same on all ranks.
+        `behind`: units whose gradients were not all reduced when the last one had arrived.
         """
         lanes = [lane for lane in self.lanes() if lane.trainable]
-        flags = [unit.has_arrived() for unit in self.units] + [flag for lane in lanes for flag in lane.has_gradients()]
+        arrived = [unit in behind and unit.has_arrived() for unit in self.units]
+        flags = arrived + [flag for lane in lanes for flag in lane.has_gradients()]
         failed = self.read_disk is not None and self.read_disk.shards.failure is not None
         known = self.control.any_of([*flags, *self.buffers.flags(), failed], "exchange of used parameters")
         if known.pop() and self.read_disk is not None:

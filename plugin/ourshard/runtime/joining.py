@@ -139,7 +139,7 @@ class Seat(Joinable):
             engine.in_flight.forget()
             engine.phase_is_backward = False
             if engine.sync_backward:
-                engine.settle()
+                engine.settle(engine.units)
         elif verb == Action.REDUCE.value:
             engine._perform(Event(Action.REDUCE, numbers[0]))
         else:

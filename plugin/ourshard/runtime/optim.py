@@ -143,7 +143,7 @@ def _index_of(params: list[Any], parameter: Any) -> int:
 class _Adopted:
     """What is remembered of an optimizer: how many parameters it had, and for which state of the engines."""
 
-    __slots__ = ("adoption", "by_lane", "count", "loans", "orphaned", "stepped")
+    __slots__ = ("adoption", "by_lane", "count", "engines", "loans", "orphaned", "stepped")
 
     def __init__(self, count: int, adoption: tuple[tuple[int, int], ...]) -> None:
         self.count = count
@@ -152,6 +152,11 @@ class _Adopted:
         self.stepped = False
         self.loans: list[Loan] = []  # whole parameters that are with their owners, during a step
         self.by_lane: StepByLane | None = None  # the step that is going on, where it goes by lanes
+        self.engines: list[weakref.ref[Engine]] | None = None  # whose parameters it steps, once asked for
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
 _ADOPTED: weakref.WeakKeyDictionary[Optimizer, _Adopted] = weakref.WeakKeyDictionary()
@@ -174,7 +179,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     if whole:
         _settle_owners(optimizer)
     _follow_zero_grad(optimizer)
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    count = _count(optimizer)
     _ADOPTED[optimizer] = _Adopted(count, _adoption())
     return optimizer
 
@@ -409,9 +414,10 @@ def _steps_rows(optimizer: Optimizer) -> bool:
 
 def _lanes_on_host(optimizer: Optimizer) -> list[Lane]:
     """Return the lanes to be stepped one by one, in the order of forward; none where the step can't be cut."""
-    if not can_step_by_lane(optimizer):
+    engines = [engine for engine in engines_of(optimizer) if engine.host is not None or engine.disk is not None]
+    if not engines or not can_step_by_lane(optimizer):
         return []
-    units = [unit for engine in engines_of(optimizer) for unit in (*engine.rooted, *engine.units)]
+    units = [unit for engine in engines for unit in (*engine.rooted, *engine.units)]
     lanes = [lane for unit in dict.fromkeys(units) for lane in unit.lanes if lane.offloaded]
     return [lane for lane in lanes if any(run.optimizer() is optimizer for run in lane.runs)]
 
@@ -427,7 +433,7 @@ def _refuse_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def bring_up_to_date(optimizer: Optimizer) -> None:
     """Adopt what is new, and hand out gradients as they are now: before a step, and before gradients are unscaled."""
     known = _ADOPTED.get(optimizer)
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    count = _count(optimizer)
     if known is not None and known.orphaned:
         raise RuntimeError(
             f"This {type(optimizer).__name__} no longer steps anything: another optimizer that was prepared (or "
@@ -439,7 +445,7 @@ def bring_up_to_date(optimizer: Optimizer) -> None:
     for engine in list(ENGINES):
         for run in [run for lane in engine.lanes() for run in lane.runs if run.uneven and run.optimizer() is not None]:
             run.hand_out()
-    _ADOPTED[optimizer].count = sum(len(group["params"]) for group in optimizer.param_groups)
+    _ADOPTED[optimizer].count = _count(optimizer)
 
 
 def _end_failed_step(optimizer: Optimizer) -> None:
@@ -497,6 +503,15 @@ def writing_masters(optimizer: Optimizer) -> Iterator[None]:
 
 def engines_of(optimizer: Optimizer) -> list[Engine]:
     """Return the engines whose parameters an optimizer steps."""
+    known = _ADOPTED.get(optimizer)
+    if known is None or known.adoption != _adoption() or known.count != _count(optimizer):
+        return _search_engines(optimizer)
+    if known.engines is None:
+        known.engines = [weakref.ref(engine) for engine in _search_engines(optimizer)]
+    return [engine for engine in (reference() for reference in known.engines) if engine is not None]
+
+
+def _search_engines(optimizer: Optimizer) -> list[Engine]:
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = []
     for engine in list(ENGINES):

@@ -387,10 +387,7 @@ class Unit:
 
     def has_arrived(self) -> bool:
         """Say whether a gradient waits to be reduced in this backward."""
-        for lane in self.lanes_due():
-            if lane.has_arrived():
-                return True
-        return False
+        return True in [lane.has_arrived() for lane in self.lanes_due()]
 
     @torch.no_grad()
     def reduce(self) -> None:
