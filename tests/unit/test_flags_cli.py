@@ -80,7 +80,9 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     [
         ("distributed_type: MULTI_GPU\n", "nothing to translate"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_forward: true}\n", "Did you mean"),
-        ("- a list\n", "expected keys and values"),
+        ("- a list\n", "expected keys and values, got list"),
+        ("", "expected keys and values, got nothing"),
+        ("distributed_type: OURSHARD\nourshard_confg: {stage: 2}\n", "Did you mean 'ourshard_config'?"),
     ],
 )
 def test_what_cannot_be_translated_ends_with_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -103,6 +105,7 @@ def test_show_prints_values_with_origins(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "prefetch.forward" in table
     assert "timeout" not in table
     assert "timeout" in run("show", FILES / "fsdp1.yaml", "--all")
+    assert "distributed_type is FSDP: set it to OURSHARD" in " ".join(table.split())
 
 
 def test_show_without_a_file_reads_accelerates_default_one(tmp_path: Path) -> None:
@@ -129,4 +132,6 @@ def test_write_makes_a_config_that_is_read_back(tmp_path: Path) -> None:
     values = load(output)
     assert (values["num_processes"], values["mixed_precision"], values["use_cpu"]) == (4, "no", False)
     assert read_document(values, "x").config == ShardConfig(stage=2).replace(offload={"optimizer": "cpu"})
-    assert "--main-process-ip" in run("write", tmp_path / "b.yaml", "--num-machines", "2", code=2)
+    two = ["write", tmp_path / "b.yaml", "--num-machines", "2"]
+    assert "--main-process-ip" in run(*two, "--num-processes", "2", code=2)
+    assert "3 ranks do not fill 2 machines" in run(*two, "--num-processes", "3", code=2)

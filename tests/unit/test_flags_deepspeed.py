@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import ShardConfig
 from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed, to_deepspeed
@@ -263,6 +263,7 @@ sayable = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(sayable)
 def test_what_deepspeed_can_say_comes_back_equal(values: dict[str, Any]) -> None:
     config = ShardConfig.from_dict(values)

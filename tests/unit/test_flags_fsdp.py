@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import ShardConfig
 from ourshard.flags.fsdp import STRATEGIES, from_fsdp, to_fsdp
@@ -211,6 +211,7 @@ sayable = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(sayable)
 def test_what_fsdp_can_say_comes_back_equal(values: dict[str, Any]) -> None:
     config = ShardConfig.from_dict(values)
@@ -219,6 +220,7 @@ def test_what_fsdp_can_say_comes_back_equal(values: dict[str, Any]) -> None:
     assert from_fsdp(yaml.safe_load(yaml.safe_dump(raw))).config == config
 
 
+@settings(deadline=None)
 @given(stage=st.sampled_from([1, 2]), timeout=st.sampled_from([None, 60.0]), shards=st.sampled_from([None, 4]))
 def test_what_fsdp_cannot_say_is_noted_key_by_key(stage: int, timeout: float | None, shards: int | None) -> None:
     config = ShardConfig(stage=stage, timeout=timeout, shard_size=shards)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import ShardConfig, config_keys, plain_value
 from ourshard.flags import sources
 from ourshard.flags.native import KEYS, dump
 from ourshard.flags.result import from_values, merge
-from ourshard.flags.sources import for_environment, from_environment, from_text, read, resolve, variables
+from ourshard.flags.sources import SECTIONS, for_environment, from_environment, from_text, read, resolve, variables
 from ourshard.values import flatten, unflatten
 
 from tests.commands import ROOT
@@ -124,6 +124,14 @@ def test_fsdp_deepspeed_and_native_sections_join_when_they_agree() -> None:
         read(document, "a.yaml")
 
 
+def test_sections_of_accelerates_own_are_left_to_it() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    names = [name for name in ClusterConfig.__dataclass_fields__ if name not in SECTIONS]
+    assert len(names) > 20
+    assert read({"distributed_type": "OURSHARD", **{name: {} for name in names}}, "a.yaml").said == {}
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -202,6 +210,7 @@ values_of = {
 }
 
 
+@settings(deadline=None)
 @given(st.fixed_dictionaries({}, optional=values_of))
 def test_a_config_survives_yaml_text_and_the_environment(values: dict[str, Any]) -> None:
     config = ShardConfig.from_dict(values)

@@ -107,15 +107,24 @@ def show_command(
             results.insert(0, read_document(document, path.name))
         result = merge(results)
         beside = _of_accelerate(document, path.name if path else "")
+        switch = _switch_note(document)
     if as_json:
         config, accelerate = (
             {key: {"value": value, "from": origin} for key, (value, origin) in values.items()}
             for values in (explain(result), beside)
         )
-        run, notes = dict(result.run.said), list(result.notes)
+        run, notes = dict(result.run.said), [*switch, *result.notes]
         typer.echo(json.dumps({"config": config, "accelerate": accelerate, "run": run, "notes": notes}, indent=2))
         return
-    _print(result, beside, every)
+    _print(result, beside, every, switch)
+
+
+def _switch_note(document: Mapping[str, Any]) -> list[str]:
+    """Say of a file that does not ask for ourshard what makes it run on ourshard."""
+    asked_for = document.get("distributed_type")
+    if asked_for in (None, "OURSHARD") or "ourshard_config" in document:
+        return []
+    return [f"distributed_type is {asked_for}: set it to OURSHARD, or ACCELERATE_USE_OURSHARD=true in the environment."]
 
 
 def _of_accelerate(document: Mapping[str, Any], path: str) -> dict[str, tuple[Any, str]]:
@@ -136,7 +145,7 @@ def _default_file() -> Path | None:
     return found[0] if found else None
 
 
-def _print(result: FlagResult, beside: Mapping[str, tuple[Any, str]], every: bool) -> None:
+def _print(result: FlagResult, beside: Mapping[str, tuple[Any, str]], every: bool, switch: list[str]) -> None:
     table = Table("key", "value", "from", "meaning", box=None, pad_edge=False)
     for key, (value, origin) in {**beside, **explain(result)}.items():
         if every or key in result.said or key in beside or key == "stage":
@@ -144,7 +153,7 @@ def _print(result: FlagResult, beside: Mapping[str, tuple[Any, str]], every: boo
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width)
     console.print(table)
-    for line in (*elsewhere(result), *result.notes):
+    for line in (*switch, *elsewhere(result), *result.notes):
         console.print(f"note: {line}", markup=False, highlight=False)
 
 
@@ -168,6 +177,8 @@ def write_command(
     with _one_line_errors():
         if mixed_precision not in ("no", "fp16", "bf16"):
             raise ValueError(f"--mixed-precision: {mixed_precision!r} is not one of no, fp16, bf16.")
+        if min(num_processes, num_machines) < 1 or num_processes % num_machines:
+            raise ValueError(f"--num-processes: {num_processes} ranks do not fill {num_machines} machines.")
         result = merge([read(text, "--set") for text in given or ()])
         accelerate: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",

@@ -87,7 +87,8 @@ def load(path: str | Path) -> dict[str, Any]:
         text = " ".join(str(error).split())
         raise ValueError(f"{path}: no config could be read: {text}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected keys and values, got {type(values).__name__}.")
+        found = "nothing" if values is None else type(values).__name__
+        raise ValueError(f"{path}: expected keys and values, got {found}.")
     return values
 
 
@@ -123,6 +124,10 @@ def read_sections(values: Mapping[str, Any], source: str = "") -> FlagResult:
         ValueError: as `read_document` does, or a section does not hold keys and values.
     """
     where = f"{source}: " if source else ""
+    for key in values:  # those of Accelerate's own that are alike differ by more: fp8_config, fsdp_config
+        meant = get_close_matches(str(key), SECTIONS, n=1, cutoff=0.88)
+        if meant and key not in SECTIONS:
+            raise ValueError(f"{where}{key}: there is no such section. Did you mean {meant[0]!r}?")
     for name in (*SECTIONS, "parallelism_config"):
         if values.get(name) is not None and not isinstance(values[name], Mapping):
             raise ValueError(f"{where}{name}: expected keys and values, got {values[name]!r}.")

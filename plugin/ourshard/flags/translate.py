@@ -49,9 +49,9 @@ def translate(old: Path, output: Path, form: str = "native") -> Translation:
     if form not in FORMS:
         raise ValueError(f"--to: {form!r} is not one of {', '.join(FORMS)}.")
     values = load(old)
+    result = read_document(values, old.name)
     if "distributed_type" in values and not any(values.get(section) for section in SECTIONS):
         raise ValueError(f"{old}: nothing to translate; it has none of {', '.join(SECTIONS)}.")
-    result = read_document(values, old.name)
     kept = {key: value for key, value in values.items() if key not in _REPLACED} if "distributed_type" in values else {}
     if result.run.mixed_precision and kept.get("mixed_precision") in (None, "no"):
         kept["mixed_precision"] = result.run.mixed_precision
