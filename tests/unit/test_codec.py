@@ -61,7 +61,7 @@ def error_bound(codec: BlockCodec, values: Tensor) -> Tensor:
     step = scale.expand_as(size)
     if codec.kind is Codec.FP8:
         step = torch.maximum(scale * 2**-9, size * 2**-3)
-    flushed = codec.limit * 2.0**-126
+    flushed = codec.limit * codec_module.SMALLEST_SCALE
     return (step if codec.stochastic else step / 2) * (1 + 2**-6) + flushed
 
 
@@ -95,7 +95,7 @@ def test_a_second_trip_to_the_nearest_changes_no_value_in_any_dtype(
     assert torch.equal(decoded(nearest, encoded(nearest, once), dtype), once)
 
 
-@given(codec=codecs, mantissa=st.integers(1 << 15, (1 << 16) - 1), exponent=st.integers(-120, 90), data=st.data())
+@given(codec=codecs, mantissa=st.integers(1 << 15, (1 << 16) - 1), exponent=st.integers(-99, 90), data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_values_on_the_grid_come_back_exactly(
     codec: BlockCodec, mantissa: int, exponent: int, data: st.DataObject
@@ -232,9 +232,8 @@ def test_the_noise_is_the_documented_hash_also_past_32_bits() -> None:
     places = [0, 1, 77, 2**31 + 5, 2**32 - 1, 2**32, 5 * 2**32 + 9]
     seed = _mixed_seed(-3)
     for place in places:
-        hashed = _mix((place * codec_torch.PLACE_FACTOR & 0xFFFFFFFF) ^ seed)
-        expected = [(bits + 0.5) / 4096 - 0.5 for bits in (hashed >> 20, hashed >> 4 & 0xFFF)]
-        assert codec_torch._noise(torch.empty(1, 2), place, seed).tolist() == [expected]
+        hashed = _mix(place * codec_torch.PLACE_FACTOR + seed & 0xFFFFFFFF)
+        assert codec_torch._noise(torch.empty(1, 2), place, seed).tolist() == [[hashed >> 20, hashed & 0xFFF]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

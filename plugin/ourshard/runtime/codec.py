@@ -9,8 +9,8 @@ collective. Element `i` of a block decodes to `code * scale`.
   always has the code `limit`, and in bfloat16 and float16 comes back as itself. Coding what was decoded changes
   nothing: in float32 with either rounding, in the two short types with rounding to the nearest.
 - A block with a NaN or an infinity has the scale NaN and codes 0: all of it decodes to NaN, so overflow checks see it.
-- A block whose scale would be below 2^-126 decodes to zeros. This keeps subnormal numbers, which devices treat
-  differently, out of the format.
+- A block whose scale would be below 2^-100 decodes to zeros. This keeps subnormal numbers, which devices treat
+  differently, out of the format, and out of what kernels make of a scale.
 
 Note [Same bits everywhere]
 `codec_torch` (any device) and `codec_triton` (CUDA) give the same bytes and the same decoded bits: every step is one
@@ -48,11 +48,11 @@ SCALE_NBYTES = 4
 MAX_BLOCK = 4096
 _CODE_BITS = {Codec.INT8: 8, Codec.FP8: 8, Codec.INT4: 4}
 _LIMITS = {Codec.INT8: 127.0, Codec.FP8: 448.0, Codec.INT4: 7.0}
-# Stochastic rounding adds (k + 0.5) / 4096 - 0.5, k from the hash, and rounds to the nearest. Coarser than the error of
-# value / scale (2^-16), so that a value on the grid is always coded as itself; the chance to round up is off by at most
-# 1/8192.
+# Stochastic rounding rounds to the nearest k / 4096, adds a number below 1 of as many bits from the hash, and rounds
+# down. Coarser than the error of value / scale (2^-16), so that a value on the grid is always coded as itself; the
+# chance to round up is off by at most 1/8192.
 NOISE_BITS = 12
-SMALLEST_SCALE = 2.0**-126
+SMALLEST_SCALE = 2.0**-100
 # Added to the bits of absmax / limit before the low 8 are dropped. The quotient of a decoded block is off by less than
 # two units in the last place; this lets it round up to the scale that it was coded with.
 SCALE_SLACK = 8

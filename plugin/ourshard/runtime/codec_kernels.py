@@ -20,21 +20,20 @@ from ourshard.runtime.codec_torch import PLACE_FACTOR
 INT8 = tl.constexpr(0)
 INT4 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
-# The noise of an element is NOISE_BITS bits of a hash, at the place of the first bits of a float32's fraction: of the
-# first of two elements the highest ones, of the second the highest ones of the low half.
-_NOISE_SHIFT = tl.constexpr(9)
-_HIGH_NOISE_SHIFT = tl.constexpr(7)
-_NOISE_MASK = tl.constexpr((1 << 23) - (1 << (23 - NOISE_BITS)))
-_NOISE_MIDDLE = tl.constexpr(0x3F800000 | 1 << (22 - NOISE_BITS))
+_NOISE_BITS = tl.constexpr(NOISE_BITS)
+_NOISE_MASK = tl.constexpr((1 << NOISE_BITS) - 1)
+# 1.5 * 2^(23 - NOISE_BITS): adding it to a small float32 rounds that to a multiple of 2^-NOISE_BITS. Its own bits have
+# no share in the low ones of a code.
+_FIXER = tl.constexpr(1.5 * 2.0 ** (23 - NOISE_BITS))
 _SCALE_SLACK = tl.constexpr(SCALE_SLACK)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
 # 1.5 * 2^23: adding it to a small float32 rounds that to an integer, ties to even, in the low bits.
 _ROUNDER = tl.constexpr(12582912.0)
-# A byte b in the low bits of 2^23 is the float32 2^23 + b.
-_BYTE_BITS = tl.constexpr(0x4B000000)
+# A byte b in the low bits of 2^23 is the float32 2^23 + b. These turn the sign of a code too, which becomes an offset.
+_BYTE_BITS = tl.constexpr(0x4B000080)
 _BYTE_ZERO = tl.constexpr(8388608.0 + 128.0)
-_NIBBLE_BITS = tl.constexpr(0x4B000008)  # of 2^23 + 8: turns the sign of a code of 4 bits too
+_NIBBLE_BITS = tl.constexpr(0x4B000008)
 _NIBBLE_ZERO = tl.constexpr(8388608.0 + 8.0)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # sign, exponent and fraction of a float8_e4m3fn in a float32
 _FP8_FACTOR = tl.constexpr(2.0**120)  # 2^(127 - 7): the exponents' biases
@@ -56,6 +55,7 @@ def encode(
     FP8_CAST: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     HALF: tl.constexpr = BLOCK // 2
     part = tl.program_id(1).to(tl.int64)
@@ -63,7 +63,7 @@ def encode(
     row_mask = rows < blocks
     mask = row_mask[:, None]
     columns = tl.arange(0, HALF)
-    body = out + part * part_nbytes
+    body = tl.multiple_of(out + part * part_nbytes, ALIGN)
     first = part * blocks * BLOCK
     places = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
     low = tl.load(src + first + places, mask=mask, other=0.0).to(tl.float32)
@@ -72,10 +72,10 @@ def encode(
     scales, inverses, finite = _scales(peaks, INVERSE_LIMIT, LARGEST_SCALE)
     low = tl.where(finite[:, None], low * inverses[:, None], 0.0)
     high = tl.where(finite[:, None], high * inverses[:, None], 0.0)
-    # Without stochastic rounding the hash is not used, and no code is made for it.
-    hashed = _hash(first.to(tl.uint32) + rows.to(tl.uint32) * BLOCK, columns, seed)
-    low_codes = _codes(low, hashed >> _NOISE_SHIFT, LIMIT, STOCHASTIC, KIND, FP8_CAST)
-    high_codes = _codes(high, hashed << _HIGH_NOISE_SHIFT, LIMIT, STOCHASTIC, KIND, FP8_CAST)
+    # Without stochastic rounding the noise is not used, and no code is made for it.
+    low_noise, high_noise = _noise(first.to(tl.uint32) + rows.to(tl.uint32) * BLOCK, columns, seed)
+    low_codes = _codes(low, low_noise, LIMIT, STOCHASTIC, KIND, FP8_CAST)
+    high_codes = _codes(high, high_noise, LIMIT, STOCHASTIC, KIND, FP8_CAST)
     if KIND == INT4:
         offsets = rows.to(tl.int64)[:, None] * HALF + columns[None, :]
         codes = (low_codes & 0xF) | ((high_codes & 0xF) << 4)
@@ -96,17 +96,18 @@ def decode(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     part = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    body = message + part * part_nbytes
+    body = tl.multiple_of(message + part * part_nbytes, ALIGN)
     target = out + part * blocks * BLOCK
     scales = _load_scales(body + code_nbytes, rows, blocks)
     mask, offsets, codes = _load_codes(body, rows, blocks, KIND, BLOCK)
     if KIND == INT4:
         places = rows.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK // 2)[None, :]
         tl.store(target + places, _low(codes) * scales, mask=mask)
-        tl.store(target + places + BLOCK // 2, _high(codes) * scales, mask=mask)
+        tl.store(target + places + BLOCK // 2, _high(codes) * (scales * 0.0625), mask=mask)
     else:
         tl.store(target + offsets, _byte_values(codes, KIND) * scales, mask=mask)
 
@@ -123,6 +124,7 @@ def decode_sum(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
     """Sum `parts` messages, a multiple of TOGETHER: of so many parts the loads are under way at once."""
@@ -136,11 +138,12 @@ def decode_sum(
     body = message
     for _ in range(parts // TOGETHER):
         for _ in tl.static_range(TOGETHER):
+            body = tl.multiple_of(body, ALIGN)
             scales = _load_scales(body + code_nbytes, rows, blocks) * factor
             _, _, codes = _load_codes(body, rows, blocks, KIND, BLOCK)
             if KIND == INT4:
                 sums += _low(codes) * scales
-                high_sums += _high(codes) * scales
+                high_sums += _high(codes) * (scales * 0.0625)
             else:
                 sums += _byte_values(codes, KIND) * scales
             body += part_nbytes
@@ -185,47 +188,45 @@ def _scales(peaks, INVERSE_LIMIT: tl.constexpr, LARGEST_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _hash(row_places, columns, seed):
-    """Return 32 bits for each pair of elements half a block apart, a hash of (seed, place of the first): see `_mix`."""
-    rows = row_places * _PLACE_FACTOR
+def _noise(row_places, columns, seed):
+    """Return the noise of two elements half a block apart: of `_mix` of (seed, place of the first) both ends."""
+    rows = row_places * _PLACE_FACTOR + seed.to(tl.uint32, bitcast=True)
     hashed = rows[:, None] + (columns.to(tl.uint32) * _PLACE_FACTOR)[None, :]
-    hashed = hashed ^ seed.to(tl.uint32, bitcast=True)
     hashed = (hashed ^ (hashed >> 16)) * 0x7FEB352D
     hashed = (hashed ^ (hashed >> 15)) * 0x846CA68B
-    return hashed ^ (hashed >> 16)
+    high = (hashed ^ (hashed >> 16)) & _NOISE_MASK
+    # The last step of `_mix` leaves the first bits as they are.
+    return (hashed >> (32 - _NOISE_BITS)).to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _noised(values, bits):
-    """Add (k + 0.5) / 4096 - 0.5 to each, k the bits of `bits` that are the first of a float32's fraction."""
-    between_one_and_two = ((bits & _NOISE_MASK) | _NOISE_MIDDLE).to(tl.float32, bitcast=True)
-    return values + (between_one_and_two - 1.5)
+def _round(values, noise):
+    """Round stochastically, by integers that count 2^-NOISE_BITS; the low bits of the result are the rounded values."""
+    return ((values + _FIXER).to(tl.int32, bitcast=True) + noise) >> _NOISE_BITS
 
 
 @triton.jit
-def _codes(ratios, bits, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr, KIND: tl.constexpr, FP8_CAST: tl.constexpr):
+def _codes(ratios, noise, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr, KIND: tl.constexpr, FP8_CAST: tl.constexpr):
     """Return integers whose low bits are the codes."""
     if KIND == FP8:
-        codes = _fp8_cast_codes(ratios, LIMIT) if FP8_CAST else _fp8_codes(ratios, bits, LIMIT, STOCHASTIC)
-    else:
-        if STOCHASTIC:  # else no ratio is far enough beyond the limit to be rounded away from it
-            ratios = tl.minimum(tl.maximum(_noised(ratios, bits), -LIMIT), LIMIT)
+        codes = _fp8_cast_codes(ratios, LIMIT) if FP8_CAST else _fp8_codes(ratios, noise, LIMIT, STOCHASTIC)
+    elif STOCHASTIC:
+        codes = _round(tl.minimum(tl.maximum(ratios, -LIMIT), LIMIT), noise)
+    else:  # no ratio is far enough beyond the limit to be rounded away from it
         codes = (ratios + _ROUNDER).to(tl.int32, bitcast=True)  # two's complement
     return codes
 
 
 @triton.jit
-def _fp8_codes(ratios, bits, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _fp8_codes(ratios, noise, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Return float8_e4m3fn bits by arithmetic: the device's cast does not round stochastically, and may be missing."""
     sizes = tl.minimum(tl.abs(ratios), LIMIT)
     # The distance of two neighbours is 2^(exponent - 3), and 2^-9 below the smallest normal number, 2^-6.
     exponents = tl.maximum((sizes.to(tl.int32, bitcast=True) >> 23) - 127, -6)
     steps = sizes * ((130 - exponents) << 23).to(tl.float32, bitcast=True)
-    if STOCHASTIC:
-        steps = _noised(steps, bits)
-    counts = (steps + _ROUNDER).to(tl.int32, bitcast=True) & 0x1F
+    counts = _round(steps, noise) if STOCHASTIC else (steps + _ROUNDER).to(tl.int32, bitcast=True)
     signs = (ratios.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return tl.minimum(((exponents + 6) << 3) + counts, 0x7E) | signs
+    return tl.minimum(((exponents + 6) << 3) + (counts & 0x1F), 0x7E) | signs
 
 
 @triton.jit
@@ -242,7 +243,7 @@ def _byte_values(codes, KIND: tl.constexpr):
     """
     bits = codes.to(tl.int32)
     if KIND == INT8:
-        values = ((bits ^ 0x80) | _BYTE_BITS).to(tl.float32, bitcast=True) - _BYTE_ZERO
+        values = (bits ^ _BYTE_BITS).to(tl.float32, bitcast=True) - _BYTE_ZERO
     else:
         values = (((bits << 24) >> 4) & _FP8_BITS).to(tl.float32, bitcast=True) * _FP8_FACTOR
     return values
@@ -255,4 +256,5 @@ def _low(codes):
 
 @triton.jit
 def _high(codes):
-    return ((codes.to(tl.int32) >> 4) ^ _NIBBLE_BITS).to(tl.float32, bitcast=True) - _NIBBLE_ZERO
+    """Return 16 times the codes, which need not be shifted so."""
+    return ((codes.to(tl.int32) & 0xF0) ^ _BYTE_BITS).to(tl.float32, bitcast=True) - _BYTE_ZERO

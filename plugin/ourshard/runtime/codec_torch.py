@@ -80,8 +80,8 @@ def _pack(codec: BlockCodec, ratios: Tensor, noise: Tensor | None) -> Tensor:
     """Round (blocks, block) ratios to codes and pack them into (blocks, bytes)."""
     if codec.kind is Codec.FP8:
         return _pack_fp8(ratios.clamp_(-codec.limit, codec.limit), noise)
-    codes = (ratios if noise is None else ratios.add_(noise)).round_()
-    codes = codes.clamp_(-codec.limit, codec.limit).to(torch.int8).view(torch.uint8)
+    rounded = ratios.round_() if noise is None else _round(ratios, noise)
+    codes = rounded.clamp_(-codec.limit, codec.limit).to(torch.int8).view(torch.uint8)
     if codec.kind is Codec.INT8:
         return codes
     low, high = codes.chunk(2, dim=1)
@@ -93,8 +93,8 @@ def _pack_fp8(ratios: Tensor, noise: Tensor | None) -> Tensor:
         return ratios.to(torch.float8_e4m3fn).view(torch.uint8)
     # The distance of two neighbours is 2^(exponent - 3), and 2^-9 below the smallest normal number, 2^-6.
     exponent = ((ratios.view(torch.int32) >> 23) & 0xFF).sub_(127).clamp_min_(-6)
-    steps = (ratios.abs() * ((130 - exponent) << 23).view(torch.float32)).add_(noise).round_()
-    codes = (((exponent + 6) << 3) + steps.to(torch.int32)).clamp_max_(0x7E).to(torch.uint8)
+    steps = ratios.abs() * ((130 - exponent) << 23).view(torch.float32)
+    codes = (((exponent + 6) << 3) + _round(steps, noise).to(torch.int32)).clamp_max_(0x7E).to(torch.uint8)
     return torch.where(ratios.signbit(), codes | 0x80, codes)
 
 
@@ -112,21 +112,25 @@ def _decoded(codec: BlockCodec, chunk: _Chunk, factor: float = 1.0) -> Tensor:
     return values.mul_((chunk.scales * factor)[:, None])
 
 
+def _round(values: Tensor, noise: Tensor) -> Tensor:
+    """Round stochastically, in place: down, after the noise, which counts 2^-NOISE_BITS."""
+    return values.mul_(2.0**NOISE_BITS).round_().add_(noise).mul_(2.0**-NOISE_BITS).floor_()
+
+
 def _noise(like: Tensor, place: int, seed: int) -> Tensor:
-    """Return numbers between -0.5 and 0.5 for (blocks, block) elements, of which the first is at `place`.
+    """Return integers of NOISE_BITS bits for (blocks, block) elements, of which the first is at `place`.
 
     Two elements half a block apart share a hash of (seed, place of the first), `_mix` of `codec.py`: the first has its
-    highest bits, the other the highest ones of its low half.
+    highest bits, the other its lowest.
     """
     blocks, block = like.shape
     columns = torch.arange(block // 2, dtype=torch.int32, device=like.device)
     rows = torch.arange(blocks, dtype=torch.int32, device=like.device).mul_(block).add_(_signed(place))
-    hashed = (rows[:, None] + columns).mul_(_signed(PLACE_FACTOR)).bitwise_xor_(_signed(seed))
+    hashed = (rows[:, None] + columns).mul_(_signed(PLACE_FACTOR)).add_(_signed(seed))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         hashed.bitwise_xor_(_shifted(hashed, shift)).mul_(_signed(factor))
     hashed.bitwise_xor_(_shifted(hashed, 16))
-    bits = torch.cat((_shifted(hashed, 32 - NOISE_BITS), _shifted(hashed << 16, 32 - NOISE_BITS)), dim=1)
-    return bits.float().add_(0.5).mul_(2.0**-NOISE_BITS).sub_(0.5)
+    return torch.cat((_shifted(hashed, 32 - NOISE_BITS), hashed & (1 << NOISE_BITS) - 1), dim=1)
 
 
 def _signed(value: int) -> int:

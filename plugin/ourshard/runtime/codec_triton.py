@@ -59,18 +59,21 @@ def _launch(
     if blocks == 0:
         return
     group = max(1, TILE_NUMEL // codec.block)
+    part_nbytes = codec.nbytes(part_numel)
     with torch.cuda.device_of(values):
         kernel[(triton.cdiv(blocks, group), parts)](
             values,
             message,
             blocks,
-            codec.nbytes(part_numel),
+            part_nbytes,
             codec.code_nbytes(part_numel),
             *arguments,
             **constants,
             KIND=_KINDS[codec.kind].value,
             BLOCK=codec.block,
             GROUP=group,
+            # Of each message in bytes, which compilers don't see; as much as one load or store takes at most.
+            ALIGN=math.gcd(message.data_ptr(), part_nbytes, 16),
             num_warps=WARPS,
             enable_fp_fusion=False,  # the bits would differ from the reference's
         )
