@@ -204,3 +204,21 @@ def test_a_folder_with_anything_else_in_it_is_never_replaced(tmp_path: Path) -> 
     with pytest.raises(FileExistsError, match=r"is not replaced by one: it has '__init__.py'\. Choose another"):
         commit.begin(final, replace=True)
     assert (final / "__init__.py").read_text() == "precious"
+
+
+@pytest.mark.parametrize("inner", ["", "ourshard"])
+def test_what_kills_have_left_of_older_saves_goes_with_the_old_ones(tmp_path: Path, inner: str) -> None:
+    """A job that is preempted in a save, and then in another, leaves as many bytes as a checkpoint has each time."""
+    names = ["checkpoint-1", "checkpoint-3"]
+    for name in names:
+        save(tmp_path / name / inner, OLD, 1)
+    left = [
+        tmp_path / name / ".ourshard.writing" if inner else tmp_path / f".{name}.writing" for name in ("c-2", "c-4")
+    ]
+    for path in left:
+        path.mkdir(parents=True)
+        (path / "shard").write_text("half")
+    assert commit.retain(tmp_path, 2, inner=inner) == []
+    assert [path.exists() for path in left] == [False, True]  # the latter may be going on
+    assert commit.newest_complete(tmp_path, inner=inner).path == tmp_path / "checkpoint-3"
+    assert (tmp_path / "checkpoint-1").exists()

@@ -191,7 +191,8 @@ def retain(
 
     They are renamed first, so that one that is removed by half is never taken for a checkpoint. Folders without a
     number at the end of their name ("best") are of no series, and stay. `besides` are kept, too, and count: the oldest
-    of the others goes first, and the newest never. `of_others` as in `newest_complete`.
+    of the others goes first, and the newest never. `of_others` as in `newest_complete`. What crashes have left of saves
+    before the newest goes, too.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}: the last good checkpoint is never removed, so it has to be 1 or more")
@@ -204,26 +205,37 @@ def retain(
         removing = _beside(path, "removing")
         io.rename(path, removing)
         io.remove_tree(removing)
+    if complete:
+        _sweep_older(root, complete[0], inner, io)
     return removed
 
 
-def sweep(root: Path, io: DiskIO = DISK) -> list[Path]:
+def sweep(root: Path, io: DiskIO = DISK, *, below: int | None = None) -> None:
     """Clear up after a crash: finish removals, drop unfinished saves, and give a replaced one its name back if needed.
 
-    Only when no save is going on. Returns what was removed.
+    `below`: drop unfinished saves of smaller numbers only; without it, call it when no save is going on.
     """
-    removed = []
     for path in sorted(root.iterdir()):
         hidden = _HIDDEN.fullmatch(path.name)
         if hidden is None or not path.is_dir():
             continue
-        final = root / hidden[1]
+        final, number = root / hidden[1], _NUMBER.search(hidden[1])
         if hidden[2] == "replaced" and not final.exists():
             io.rename(path, final)
-            continue
-        io.remove_tree(path)
-        removed.append(path)
-    return removed
+        elif hidden[2] != "writing" or below is None or (number is not None and int(number[1]) < below):
+            io.remove_tree(path)
+
+
+def _sweep_older(root: Path, newest: Path, inner: str, io: DiskIO) -> None:
+    """Drop what kills have left of saves before the newest complete one: each may be as large as a checkpoint."""
+    found = _NUMBER.search(newest.name)
+    assert found is not None, newest
+    below = int(found[1])
+    sweep(root, io, below=below)
+    for folder in root.iterdir() if inner else ():
+        number = _NUMBER.search(folder.name)
+        if number is not None and int(number[1]) < below and folder.is_dir():
+            sweep(folder, io)
 
 
 def _beside(final: Path, what: str) -> Path:
