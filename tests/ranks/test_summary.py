@@ -30,6 +30,7 @@ def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -
         "bfloat16/float32/float32",
         "masters and optimizer on the host, parameters on the device",
         "MiB",
+        "gradients are shards, reduced in each backward",
     ):
         assert words in text
     assert without_effect == {}
@@ -75,6 +76,8 @@ def test_options_that_change_nothing_are_named_with_the_reason(
     ranks: Any, config: dict[str, Any], world: int, expected: set[str]
 ) -> None:
     text, without_effect = ranks(world)(said, config, timeout=60)[0]
+    shards = text.startswith(("ourshard: stage 2", "ourshard: stage 3")) and "nothing is sharded" not in text
+    assert ("reduced in each backward" in text) == (shards and config.get("accumulate") != "deferred")
     assert set(without_effect) == expected
     for key, reason in without_effect.items():
         assert f"ourshard: {key} has no effect: {reason}" in text.splitlines()

@@ -158,6 +158,8 @@ def test_unknown_keys_name_the_nearest_one() -> None:
         from_fsdp({"fsdp_reshard": True}, "a.yaml: fsdp_config")
     with pytest.raises(ValueError, match=r"'FULL_SHART' is not a sharding strategy.*'FULL_SHARD'"):
         from_fsdp({"fsdp_sharding_strategy": "FULL_SHART"})
+    with pytest.raises(ValueError, match=r"fsdp: 'full_shard' and 'shard_grad_op' are two sharding strategies"):
+        from_fsdp({"fsdp": "full_shard shard_grad_op"})
     with pytest.raises(ValueError, match=r"fsdp_min_num_params: expected int, got 'many'"):
         from_fsdp({"fsdp_min_num_params": "many"})
 

@@ -155,6 +155,7 @@ def _read_fsdp(value: Any, said: Mapping[str, Any]) -> Outcome:
     if not isinstance(value, (str, list, tuple)):
         raise ValueError(f"fsdp: {value!r} is neither true nor words such as 'full_shard auto_wrap'.")
     values: dict[str, Any] = {}
+    strategy = ""
     for word in value.split() if isinstance(value, str) else value:
         text = str(getattr(word, "value", word))
         if text == "offload":
@@ -162,6 +163,9 @@ def _read_fsdp(value: Any, said: Mapping[str, Any]) -> Outcome:
         elif text == "auto_wrap":
             values |= {} if "auto_wrap_policy" in said else _read_policy("TRANSFORMER_BASED_WRAP", said).values
         else:
+            if strategy and _strategy(text, "fsdp") != _strategy(strategy, "fsdp"):
+                raise ValueError(f"fsdp: {strategy!r} and {text!r} are two sharding strategies; give one of them.")
+            strategy = text
             values |= _strategy(text, "fsdp")
     return Outcome(values)
 

@@ -34,7 +34,7 @@ def summary(engine: Engine) -> str:
         *([engine.chosen] if engine.chosen else []),
         *_transport(engine),
         _memory(engine, lanes),
-        f"gradients accumulate {config.accumulate.value}",
+        _gradients(engine),
     ]
     lines = ["ourshard: " + "; ".join(parts)]
     lines += [f"ourshard: {key} has no effect: {reason}" for key, reason in inactive(engine).items()]
@@ -72,6 +72,11 @@ def _transport(engine: Engine) -> Iterator[str]:
     """Yield what moves bytes between GPUs; nothing on CPUs, and where nothing is moved."""
     if engine.mesh.device.type == "cuda" and engine.mesh.shard.size > 1:
         yield f"NCCL moves the bytes ({engine.without_peers})" if engine.peer is None else "copy engines move the bytes"
+
+
+def _gradients(engine: Engine) -> str:
+    early = _stage(engine) >= 2 and engine.config.accumulate is Accumulate.SHARDED
+    return f"gradients are {'shards, reduced in each backward' if early else 'whole, reduced once a step'}"
 
 
 def _part_that_left(engine: Engine) -> float:
