@@ -34,6 +34,10 @@ READERS: dict[int, list[dict[str, Any]]] = {
     1: [{"stage": 0}],
     3: [{"stage": 1, "persist_below": 100}, {"stage": 3, "persist_below": 100}],
 }
+EVERY_READER: dict[int, list[dict[str, Any]]] = {
+    world: [{"stage": stage, "persist_below": 100} for stage in range(4)] + [HYBRID] * (world == 4)
+    for world in (1, 2, 3, 4)
+}
 
 
 class Odd(nn.Module):
@@ -106,13 +110,14 @@ def save_all(root: str, names: Sequence[str]) -> dict[str, Any]:
     return told
 
 
-def load_all(root: str, world: int, names: Sequence[str]) -> dict[str, Any]:
+def load_all(root: str, readers: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Load each name into each reader, save it again, and train on."""
     import ourshard
 
     told = {}
     stepped: list[int] = []
-    for number, config in enumerate(READERS[world]):
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for number, config in enumerate(readers):
         for name in names:
             model, optimizer = made(config)
             groups = [id(group) for group in optimizer.param_groups]
@@ -124,7 +129,7 @@ def load_all(root: str, world: int, names: Sequence[str]) -> dict[str, Any]:
             assert [id(group) for group in optimizer.param_groups] == groups
             assert model.get_parameter("last.weight") is model.get_parameter("first.weight")
             again = f"{name}-on{world}-{number}"
-            ourshard.save(model, optimizer, f"{root}/{again}", client_state={"epoch": 3})
+            ourshard.save(model, optimizer, f"{root}/{again}", client_state={"epoch": 3}, replace=True)
             told[again] = steps(model, optimizer, range(3, 6))
             assert stepped
             stepped.clear()
@@ -292,9 +297,19 @@ def test_what_does_not_fit_or_is_damaged_changes_nothing(
 @pytest.mark.parametrize("world", READERS)
 def test_it_loads_at_any_stage_and_world_and_trains_on(ranks: Any, saved: dict[str, Any], world: int) -> None:
     """CASES A02, I01."""
-    names = list(WRITERS)
-    told = ranks(world)(load_all, str(saved["root"]), world, names)[0]
-    assert len(told) == len(READERS[world]) * len(names)
+    assert_loads_everywhere(ranks, saved, world, READERS[world])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", EVERY_READER)
+def test_it_loads_at_every_stage_and_world(ranks: Any, saved: dict[str, Any], world: int) -> None:
+    """All that the test above leaves out: 17 readers of each of 7 saves."""
+    assert_loads_everywhere(ranks, saved, world, EVERY_READER[world])
+
+
+def assert_loads_everywhere(ranks: Any, saved: dict[str, Any], world: int, readers: list[dict[str, Any]]) -> None:
+    told = ranks(world)(load_all, str(saved["root"]), readers, list(WRITERS), timeout=90)[0]
+    assert len(told) == len(readers) * len(WRITERS)
     for again, losses in told.items():
         name, _, number = again.partition("-on")
         with detect(saved["root"] / name) as first, detect(saved["root"] / again) as second:
@@ -304,5 +319,5 @@ def test_it_loads_at_any_stage_and_world_and_trains_on(ranks: Any, saved: dict[s
         for key, value in before.items():
             assert_same_bits(value, after[key], f"{key} of {again}")
         assert losses == pytest.approx(saved[name]["losses"], abs=1e-6), again
-        if WRITERS[name] == (world, READERS[world][int(number.partition("-")[2])]):
+        if WRITERS[name] == (world, readers[int(number.partition("-")[2])]):
             assert losses == saved[name]["losses"], again
