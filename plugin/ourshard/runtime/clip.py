@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -135,10 +136,12 @@ class _AskedOfModel(_Asked):
         self._entries = self._look()
 
     def holds(self, adoption: int) -> bool:
-        return adoption == self._adoption and self._entries == self._look()
+        now = self._look()
+        same = adoption == self._adoption and len(now) == len(self._entries)
+        return same and all(map(operator.is_, now, self._entries))
 
-    def _look(self) -> list[int]:
-        return [id(entry) for registry in self._registries for entry in registry.values()]
+    def _look(self) -> list[Any]:
+        return [entry for registry in self._registries for entry in registry.values()]
 
 
 def _asked_of(model: nn.Module) -> _Asked:
