@@ -52,6 +52,31 @@ def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(ranks: An
         assert all(problem is None for _, problem in source.verify_files())
 
 
+def replace_and_die(root: str) -> list[int]:
+    """Let saves over one name die at each of their operations; load that name each time, and return its steps."""
+    import ourshard
+
+    model, optimizer = made({"stage": 3, "persist_below": 0})
+    steps(model, optimizer, range(1))
+    ourshard.save(model, optimizer, f"{root}/last", client_state={"step": 1})
+    found = []
+    for stop in range(1, 1000):
+        try:
+            ourshard.save(model, optimizer, f"{root}/last", client_state={"step": 2}, replace=True, io=CrashIO(stop))
+        except Killed:
+            found.append(ourshard.load(model, optimizer, f"{root}/last")["step"])
+            if found[-1] == 2:
+                break
+    return found
+
+
+def test_a_name_that_is_saved_over_loads_wherever_a_save_dies(ranks: Any, tmp_path: Path) -> None:
+    (found,) = ranks(1)(replace_and_die, str(tmp_path), timeout=90)
+    assert found[-1] == 2
+    assert set(found[:-1]) == {1}
+    assert len(found) > 20
+
+
 def killed(root: Path, worlds: str, every: int) -> dict[str, int]:
     """Run `killing.py` in a process of its own, which forks; tell how many left the older and the newer save."""
     command = [sys.executable, "-m", "tests.checkpoint.killing", str(root), worlds, str(every)]

@@ -286,7 +286,7 @@ def load(
     engine = _engine(model)
     BACKGROUND.wait()
     name = Path(folder).name
-    folder = Path(folder).absolute()
+    folder = commit.standing(Path(folder).absolute())
     joined = join_disks(engine, folder)
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}", _count(optimizer)):
