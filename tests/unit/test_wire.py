@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ourshard.config import Accumulate, Codec
+from ourshard.config import BLOCKS, Accumulate, Codec
 from ourshard.planning.wire import (
     Axes,
     Step,
@@ -19,7 +19,7 @@ from ourshard.planning.wire import (
 )
 from ourshard.runtime.codec import BlockCodec
 
-INT8, INT4 = BlockCodec(Codec.INT8), BlockCodec(Codec.INT4)
+INT8, INT4 = (BlockCodec(kind, BLOCKS[kind]) for kind in (Codec.INT8, Codec.INT4))
 NUMEL = 256 * 64 * 12
 
 
@@ -115,11 +115,11 @@ def test_between_nodes_the_paper_s_ratios_hold_but_for_the_scales() -> None:
     axes = Axes(4, node=2)
     plain = between_nodes_nbytes(NUMEL, axes, Step(), Transport())
     secondary = Step(secondary_shard_size=2)
-    scales = 4 / 256 / 2  # bytes of scales for each bfloat16 byte
+    weights, gradients = 4 / 256 / 2, 4 / 32 / 2  # bytes of scales for each bfloat16 byte
     two = between_nodes_nbytes(NUMEL, axes, secondary, Transport(weights=INT8))
     three = between_nodes_nbytes(NUMEL, axes, secondary, Transport(weights=INT8, gradients=INT4))
-    assert two / plain == pytest.approx(0.5 + scales / 3)
-    assert three / plain == pytest.approx(0.25 + 2 * scales / 3)
+    assert two / plain == pytest.approx(0.5 + weights / 3)
+    assert three / plain == pytest.approx(0.25 + (weights + gradients) / 3)
 
 
 def test_what_cannot_be_is_refused() -> None:
