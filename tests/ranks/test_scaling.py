@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.nets import square_loss, toy
+from tests.ranks.nets import llama, square_loss, token_loss, tokens, toy
 from tests.ranks.pairs import joined, pair, part
 from tests.ranks.training import TOY, adamw, momentum, with_each
 
@@ -137,3 +137,30 @@ def test_norms_on_the_host_are_of_unscaled_and_of_clipped_gradients(ranks):
     there = ranks(2)(norms_of_unscaled, {**TOY["stage 3"], "offload": {"optimizer": "cpu"}})
     assert there == here
     assert here[0][1:3] == pytest.approx([0.05, 0.04], rel=1e-4)
+
+
+def scales_of(communication: dict[str, Any]) -> list[float]:
+    """Compute in fp16 from a scale at which gradients overflow; return the scale after each step."""
+    from ourshard import full_state_dict, shard_model
+    from ourshard.runtime.scaler import ShardGradScaler
+
+    half = {"param_dtype": "float16", "reduce_dtype": "float16"}
+    model = shard_model(llama(), {"persist_below": 0, "precision": half, "communication": communication})
+    optimizer = adamw(model.parameters())
+    scaler = ShardGradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    scales = []
+    for step in range(10):
+        optimizer.zero_grad()
+        scaler.scale(token_loss(model, tokens(2 * step + dist.get_rank(), 1))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert all(value.isfinite().all() for value in full_state_dict(model).values())
+    return scales
+
+
+def test_overflows_of_fp16_are_seen_through_codes_on_all_ranks(ranks):
+    one, other = ranks(2)(scales_of, {"weights": "int8", "gradients": "int4", "stochastic_rounding": True})
+    assert one == other
+    assert one[:2] == [2.0**19, 2.0**18]  # the first steps were skipped
+    assert one != sorted(one, reverse=True)  # later ones were not
