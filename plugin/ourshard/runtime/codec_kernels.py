@@ -25,6 +25,7 @@ _NOISE_MASK = tl.constexpr((1 << NOISE_BITS) - 1)
 # 1.5 * 2^(23 - NOISE_BITS): adding it to a small float32 rounds that to a multiple of 2^-NOISE_BITS. Its own bits have
 # no share in the low ones of a code.
 _FIXER = tl.constexpr(1.5 * 2.0 ** (23 - NOISE_BITS))
+_FIXER_BITS = tl.constexpr((150 - NOISE_BITS) << 23 | 1 << 22)
 _SCALE_SLACK = tl.constexpr(SCALE_SLACK)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 _PLACE_FACTOR = tl.constexpr(PLACE_FACTOR)
@@ -70,12 +71,11 @@ def encode(
     high = tl.load(src + first + places + HALF, mask=mask, other=0.0).to(tl.float32)
     peaks = tl.maximum(tl.max(_size_bits(low), axis=1), tl.max(_size_bits(high), axis=1))
     scales, inverses, finite = _scales(peaks, INVERSE_LIMIT, LARGEST_SCALE)
-    low = tl.where(finite[:, None], low * inverses[:, None], 0.0)
-    high = tl.where(finite[:, None], high * inverses[:, None], 0.0)
+    low, high = low * inverses[:, None], high * inverses[:, None]
     # Without stochastic rounding the noise is not used, and no code is made for it.
     low_noise, high_noise = _noise(first.to(tl.uint32) + rows.to(tl.uint32) * BLOCK, columns, seed)
-    low_codes = _codes(low, low_noise, LIMIT, STOCHASTIC, KIND, FP8_CAST)
-    high_codes = _codes(high, high_noise, LIMIT, STOCHASTIC, KIND, FP8_CAST)
+    low_codes = _codes(low, finite[:, None], low_noise, LIMIT, STOCHASTIC, KIND, FP8_CAST)
+    high_codes = _codes(high, finite[:, None], high_noise, LIMIT, STOCHASTIC, KIND, FP8_CAST)
     if KIND == INT4:
         offsets = rows.to(tl.int64)[:, None] * HALF + columns[None, :]
         codes = (low_codes & 0xF) | ((high_codes & 0xF) << 4)
@@ -200,20 +200,30 @@ def _noise(row_places, columns, seed):
 
 
 @triton.jit
-def _round(values, noise):
-    """Round stochastically, by integers that count 2^-NOISE_BITS; the low bits of the result are the rounded values."""
-    return ((values + _FIXER).to(tl.int32, bitcast=True) + noise) >> _NOISE_BITS
+def _codes(
+    ratios,
+    finite,
+    noise,
+    LIMIT: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    KIND: tl.constexpr,
+    FP8_CAST: tl.constexpr,
+):
+    """Return integers whose low bits are the codes: 0 where a block is not finite, and ratios may be NaN.
 
-
-@triton.jit
-def _codes(ratios, noise, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr, KIND: tl.constexpr, FP8_CAST: tl.constexpr):
-    """Return integers whose low bits are the codes."""
-    if KIND == FP8:
-        codes = _fp8_cast_codes(ratios, LIMIT) if FP8_CAST else _fp8_codes(ratios, noise, LIMIT, STOCHASTIC)
-    elif STOCHASTIC:
-        codes = _round(tl.minimum(tl.maximum(ratios, -LIMIT), LIMIT), noise)
-    else:  # no ratio is far enough beyond the limit to be rounded away from it
-        codes = (ratios + _ROUNDER).to(tl.int32, bitcast=True)  # two's complement
+    No finite ratio is far enough beyond the limit to be rounded to the nearest code but the last.
+    """
+    if KIND != FP8 and STOCHASTIC:
+        # By integers that count 2^-NOISE_BITS. The limits of a block make 0 of NaN too.
+        reach = tl.where(finite, LIMIT * (_NOISE_MASK + 1), 0.0).to(tl.int32)
+        noised = (ratios + _FIXER).to(tl.int32, bitcast=True) + noise
+        codes = tl.minimum(tl.maximum(noised, _FIXER_BITS - reach), _FIXER_BITS + reach) >> _NOISE_BITS
+    else:
+        ratios = tl.where(finite, ratios, 0.0)
+        if KIND == FP8:
+            codes = _fp8_cast_codes(ratios) if FP8_CAST else _fp8_codes(ratios, noise, LIMIT, STOCHASTIC)
+        else:
+            codes = (ratios + _ROUNDER).to(tl.int32, bitcast=True)  # two's complement
     return codes
 
 
@@ -224,15 +234,17 @@ def _fp8_codes(ratios, noise, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
     # The distance of two neighbours is 2^(exponent - 3), and 2^-9 below the smallest normal number, 2^-6.
     exponents = tl.maximum((sizes.to(tl.int32, bitcast=True) >> 23) - 127, -6)
     steps = sizes * ((130 - exponents) << 23).to(tl.float32, bitcast=True)
-    counts = _round(steps, noise) if STOCHASTIC else (steps + _ROUNDER).to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        counts = ((steps + _FIXER).to(tl.int32, bitcast=True) + noise) >> _NOISE_BITS
+    else:
+        counts = (steps + _ROUNDER).to(tl.int32, bitcast=True)
     signs = (ratios.to(tl.int32, bitcast=True) >> 24) & 0x80
     return tl.minimum(((exponents + 6) << 3) + (counts & 0x1F), 0x7E) | signs
 
 
 @triton.jit
-def _fp8_cast_codes(ratios, LIMIT: tl.constexpr):
-    clamped = tl.minimum(tl.maximum(ratios, -LIMIT), LIMIT)
-    return clamped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+def _fp8_cast_codes(ratios):
+    return ratios.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
