@@ -233,3 +233,39 @@ def test_what_is_not_there_is_refused_on_every_rank(ranks, config, said):
     with pytest.raises(AssertionError, match=said) as caught:
         ranks(2)(train, Task(), config)
     assert len(caught.value.failures) == 2
+
+
+def short_of_memory(free: int) -> tuple[str, list[str]]:
+    """Shard with so many bytes free on the host; return the error, and what rank 0 logged."""
+    import logging
+
+    from ourshard import shard_model
+    from ourshard.runtime import host_room
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ourshard").addHandler(handler)
+    before, host_room.free_memory = host_room.free_memory, lambda: free
+    given_back, host_room._on_host = host_room._on_host, lambda model: 0
+    try:
+        shard_model(llama(), {"stage": 3, "persist_below": 0, "offload": BOTH})
+    except ValueError as error:
+        return str(error), said
+    finally:
+        host_room.free_memory, host_room._on_host = before, given_back
+        logging.getLogger("ourshard").removeHandler(handler)
+    return "", said
+
+
+def test_memory_that_the_host_does_not_have_is_named_before_the_model_is_sharded(ranks):
+    """I14: masters and gradients must fit; AdamW's state should."""
+    numel = sum(p.numel() for p in llama().parameters())
+    for error, _ in ranks(2)(short_of_memory, 7 * numel):
+        assert "2 ranks of" in error
+        assert "offload.optimizer: nvme" in error
+    (error, said), _ = ranks(2)(short_of_memory, 12 * numel)
+    assert not error
+    assert any("The kernel ends a process" in each for each in said)
+    (error, said), _ = ranks(2)(short_of_memory, 32 * numel)
+    assert not any("The kernel" in each for each in said)

@@ -205,6 +205,8 @@ def test_a_checkpoint_of_every_combination_goes_on_on_the_device(ranks, tmp_path
 def law(params: str, optimizer: str, folder: str) -> dict[str, Any]:
     """Return what a rank holds after two steps, the most of whole parameters at once, and its elements."""
     from ourshard import engine_of, shard_model
+    from ourshard.runtime.layout import UnitLayout
+    from ourshard.runtime.tiers import host_need
 
     offload = tiers(params, optimizer, Path(folder))
     model = llama(layers=6)
@@ -219,6 +221,7 @@ def law(params: str, optimizer: str, folder: str) -> dict[str, Any]:
         optimizer_.step()
         optimizer_.zero_grad()
     lanes = list(engine.lanes())
+    layouts = [UnitLayout(tuple(lane.layout for lane in unit.lanes)) for unit in engine.units]
     units = sorted(sum(lane.full.nbytes for lane in unit.lanes) for unit in engine.units[:-1])
     return {
         "held": engine.ledger.held,
@@ -229,6 +232,7 @@ def law(params: str, optimizer: str, folder: str) -> dict[str, Any]:
         "longest": max(lane.layout.shard_numel for lane in lanes),
         "disk": engine.disk.nbytes if engine.disk else 0,
         "host": engine.host.nbytes if engine.host else 0,
+        "need": host_need(layouts, engine.config.offload, engine.mesh.shard.size),
     }
 
 
@@ -258,7 +262,8 @@ def test_each_byte_is_where_the_tier_says_and_the_device_has_two_units(ranks, tm
         host = (4 if optimizer == "nvme" else 8) * numel + 2 * numel * (params == "cpu") + windows
         assert held["host"] == host
         assert held["states"] == 8 * numel * (optimizer == "cpu")
-        assert seen["host"] == held["host"] + held["states"]
+        assert seen["host"] == held["host"] + held["states"] == seen["need"].with_adamw
+        assert seen["need"].nbytes == host - 3 * 3 * padded(4 * seen["longest"]) * (optimizer == "nvme")
         assert held["disk"] == seen["disk"] == on_disk
         assert held["master"] == held["gradient"] == 0
         if params == "none" and world == 1:

@@ -141,6 +141,8 @@ def test_the_tightest_limit_of_nested_containers_counts(tmp_path: Path) -> None:
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
     assert memory_limit(tmp_path, "pod/container") == (3000, 2500)
+    (tmp_path / "pod" / "memory.stat").write_text("anon 700\nactive_file 200\ninactive_file 300\n")
+    assert memory_limit(tmp_path, "pod/container") == (3000, 2000)  # the kernel lets go of files first
     (tmp_path / "pod" / "memory.max").write_text("max\n")
     assert memory_limit(tmp_path, "pod/container") == (2000, 100)
     (inner / "memory.max").write_text("max\n")

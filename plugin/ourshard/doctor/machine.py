@@ -8,14 +8,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 
 from ourshard.doctor.finding import Finding, Verdict, counted
+from ourshard.runtime.host_room import free_memory, memory_limit
 
 _GIB, _MIB = 2**30, 2**20
 _PINNED = 64 * _MIB  # pinned by way of trial
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def look_at_gpus(device: torch.device) -> list[Finding]:
@@ -43,9 +42,7 @@ def look_at_gpus(device: torch.device) -> list[Finding]:
 
 def look_at_memory(device: torch.device, local_ranks: int) -> list[Finding]:
     """Return what the host (or the container) has free, and whether memory can be pinned."""
-    free, limit = psutil.virtual_memory().available, memory_limit()
-    if limit is not None:
-        free = min(free, limit[0] - limit[1])
+    free, limit = free_memory(), memory_limit()
     values = {"free_bytes": free, "limit_bytes": limit[0] if limit else None}
     bound = f", container limit {limit[0] / _GIB:.1f} GiB" if limit else ", no container limit"
     text = f"{free / _GIB:.1f} GiB free for {counted(local_ranks, 'rank')} of this host{bound}"
@@ -53,39 +50,6 @@ def look_at_memory(device: torch.device, local_ranks: int) -> list[Finding]:
         fix = "Raise the container's memory, start fewer ranks, or end what holds it; the kernel kills without a word."
         return [Finding("host memory", text, Verdict.PROBLEM, fix, values), *_pinning(device)]
     return [Finding("host memory", text, values=values), *_pinning(device)]
-
-
-def memory_limit(root: Path = _CGROUP, path: str | None = None) -> tuple[int, int] | None:
-    """Return (limit, used) in bytes of the tightest cgroup around this process; None without a limit.
-
-    `path` is the process's group below `root`; read from /proc where it is not given.
-    """
-    group = path if path is not None else _own_group()
-    found = []
-    for folder in [root / group, *(root / group).parents] if group else [root]:
-        if folder == root.parent:
-            break
-        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            limit, current = _number(folder / most), _number(folder / used)
-            if limit is not None and current is not None and limit < psutil.virtual_memory().total:
-                found.append((limit, current))
-    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
-
-
-def _own_group() -> str:
-    """Return this process's group of cgroup v2 below the root; "" where it is the root or there is none."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # not there, or "max"
-        return None
 
 
 def _pinning(device: torch.device) -> Iterator[Finding]:

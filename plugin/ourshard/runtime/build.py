@@ -23,6 +23,7 @@ from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.disk import open_disk
 from ourshard.runtime.divided import divides_masters, effective_stage
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.host_room import check_host
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_store import LaneKey, master_dtype_of
@@ -34,7 +35,7 @@ from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.placement import At, Placement, placement_of
 from ourshard.runtime.quantized import refuse_quantized
 from ourshard.runtime.recompute import recompute_in_backward
-from ourshard.runtime.tiers import disk_need, with_tiers
+from ourshard.runtime.tiers import disk_need, host_need, with_tiers
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
 
@@ -46,6 +47,8 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     if Codec.AUTO in (config.communication.weights, config.communication.gradients):
         engine.chosen = choose_codecs(engine)
     layouts = with_tiers([plan_lanes(entry.parameters, engine) for entry in stock], config.offload)
+    if config.offload.active:
+        check_host(engine, model, host_need(layouts, config.offload, mesh.shard.size))
     if Tier.NVME in (config.offload.optimizer, config.offload.params):
         engine.disk = open_disk(engine, disk_need(layouts, config.offload, mesh.shard.size))
     readable = _readable(stock, engine)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ourshard.config import OffloadConfig, Tier
-from ourshard.runtime.disk import DiskNeed
+from ourshard.runtime.disk import DiskNeed, padded
+from ourshard.runtime.host_room import HostNeed
 from ourshard.runtime.lane_store import LaneKey
 from ourshard.runtime.layout import LaneLayout, UnitLayout
 
@@ -62,6 +63,30 @@ def disk_need(layouts: Sequence[UnitLayout], offload: OffloadConfig, shards: int
             parameters += lane.numel // shards * key.compute_dtype.itemsize
             tensors += 1
     return DiskNeed(masters, parameters, tensors)
+
+
+def host_need(layouts: Sequence[UnitLayout], offload: OffloadConfig, shards: int) -> HostNeed:
+    """Return what one of `shards` ranks of the shard axis takes of the host: Note [Masters on the host] in host.py."""
+    nbytes = states = 0
+    masters: list[int] = []  # that pass through windows
+    parameters: list[int] = []
+    for lane in (lane for unit in layouts for lane in unit.lanes if _is_shard(lane)):
+        key = lane_key(lane)
+        master = lane.shard_numel * key.store_dtype.itemsize
+        if key.trainable and key.tier is not Tier.NONE:
+            nbytes += master  # the gradient
+        if key.tier is Tier.CPU:
+            nbytes += master
+            states += 2 * master * key.trainable
+        elif key.tier is Tier.NVME:
+            (masters if key.trainable else parameters).append(padded(master))
+        if key.trainable and key.has_own_shard and offload.params is not Tier.NONE:
+            shard = lane.numel // shards * key.compute_dtype.itemsize
+            nbytes += shard * (offload.params is Tier.CPU)
+            parameters += [padded(shard)] * (offload.params is Tier.NVME)
+    nbytes += min(offload.windows, len(parameters)) * max(parameters, default=0)
+    windows = min(offload.windows, len(masters)) * 3 * max(masters, default=0)
+    return HostNeed(nbytes, nbytes + states + windows)
 
 
 def _is_shard(lane: LaneLayout) -> bool:
