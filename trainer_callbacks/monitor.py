@@ -88,7 +88,7 @@ class ShardMonitorCallback(ShardTrainerCallback):
         """Let the model that is about to be sharded count its bytes."""
         plugin = AcceleratorState._shared_state.get("ourshard_plugin")
         if plugin is not None:
-            plugin.config = plugin.config.replace(ledger=True)
+            plugin.counts = True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin to count and to measure."""

@@ -110,6 +110,30 @@ def test_the_code_of_the_trainers_page_runs(tmp_path):
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
+AROUND_CALLBACKS = """
+import ourshard
+from transformers import Trainer
+def train(block):
+    names = dict(globals(), model=LlamaForCausalLM(config), args=args, data=Counting())
+    exec(block, names)
+    assert ourshard.engine_of(names["trainer"].model) or names["trainer"].train()
+    assert ourshard.engine_of(names["trainer"].model)
+"""
+
+
+def test_the_code_of_the_pages_on_callbacks_and_concepts_runs(tmp_path):
+    (trainer,) = _blocks(ROOT / "docs" / "trainer.md", "python")
+    begin = trainer[: trainer.index("trainer = ")].replace("LlamaForCausalLM(\n", "(config :=\n")
+    blocks = _blocks(ROOT / "docs" / "callbacks.md", "python")
+    assert len(blocks) == 5
+    (whole,) = _blocks(ROOT / "docs" / "concepts.md", "python")
+    runs = [f"train({block!r})" for block in [*blocks, f"{blocks[0]}trainer.train()\n{whole}"]]
+    code = "\n".join([begin, AROUND_CALLBACKS, *runs])
+    run_cli([sys.executable, "-c", code], env={"ACCELERATE_USE_CPU": "true"}, cwd=tmp_path)
+    assert (tmp_path / "averaged" / "model.safetensors").is_file()
+    assert list((tmp_path / "run" / "sharded").glob("checkpoint-*"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_on_a_page_is_python_and_what_it_imports_is_there(page):
     for block in _blocks(page, "python"):

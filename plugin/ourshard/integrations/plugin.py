@@ -29,6 +29,7 @@ class ShardPlugin:
 
     config: ShardConfig
     gradient_clipping: float | None  # largest norm; each optimizer step clips to it. A DeepSpeed config sets it
+    counts: bool  # bytes by kind are counted, whatever `config` says of the ledger; ShardMonitorCallback asks for it
     _changes: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = field(repr=False, compare=False)
 
     # `switch.asked_for` knows a plugin among `kwargs_handlers` by this
@@ -39,6 +40,7 @@ class ShardPlugin:
     ) -> None:
         self.config = _read(config)
         self.gradient_clipping = gradient_clipping
+        self.counts = False
         self._changes = weakref.WeakKeyDictionary()
 
     def check_environment(self) -> None:
@@ -60,7 +62,8 @@ class ShardPlugin:
     def config_for(self, model: nn.Module) -> ShardConfig:
         """Return the config that `model` is sharded with."""
         changes = self._changes.get(model)
-        return self.config.replace(**changes) if changes else self.config
+        counted = {"ledger": True} if self.counts else {}
+        return self.config.replace(**{**(changes or {}), **counted}) if changes or counted else self.config
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_changes"}
