@@ -245,6 +245,26 @@ def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):
     assert json.loads(env["OURSHARD_CONFIG"]) == {"stage": 3, "reshard_after_forward": False}
 
 
+@pytest.mark.parametrize(
+    ("keys", "variable"),
+    [
+        ({"distributed_type": "OURSHARD"}, None),
+        ({"distributed_type": "FSDP", "ourshard_config": {}}, None),
+        ({"distributed_type": "FSDP"}, "true"),
+    ],
+)
+def test_each_switch_runs_a_file_of_fsdp_with_its_section_as_it_was(monkeypatch, config_file, keys, variable):
+    monkeypatch.delenv("OURSHARD_CONFIG", raising=False)
+    monkeypatch.delenv("ACCELERATE_USE_OURSHARD", raising=False)
+    if variable:
+        monkeypatch.setenv("ACCELERATE_USE_OURSHARD", variable)
+    path = config_file(**keys, fsdp_config={"fsdp_version": 2, "fsdp_reshard_after_forward": False})
+    config = config_args.load_config_from_file(str(path))
+    env = launcher.prepare_multi_gpu_env(lambda args: {}, arguments(ourshard_config=config.ourshard_config))
+    assert env["ACCELERATE_USE_OURSHARD"] == "true"
+    assert json.loads(env["OURSHARD_CONFIG"]) == {"stage": 3, "reshard_after_forward": False}
+
+
 def test_a_deepspeed_file_hands_over_what_its_engine_would_have_done(monkeypatch, config_file):
     monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
     monkeypatch.delenv("OURSHARD_CONFIG", raising=False)
