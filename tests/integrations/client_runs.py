@@ -60,7 +60,7 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def trainer_of(case: Case, folder: str, shard: Shard, model: Any = None, **more: Any) -> Any:
+def trainer_of(case: Case, folder: str, shard: Shard, model: Any = None, of: Any = None, **more: Any) -> Any:
     from transformers import Trainer
 
     quiet()
@@ -68,7 +68,7 @@ def trainer_of(case: Case, folder: str, shard: Shard, model: Any = None, **more:
     data = {"train_dataset": Tokens(ROWS), "eval_dataset": Tokens(EVAL_ROWS, seed=1), **more}
     if "model_init" not in data:
         data["model"] = model or adapted(llama(), case.peft)
-    return Trainer(args=arguments(case, Path(folder), world()), **data)
+    return (of or Trainer)(args=arguments(case, Path(folder), world()), **data)
 
 
 def column(trainer: Any, *names: str) -> list[Any]:
@@ -97,16 +97,22 @@ def classifier(folder: str, shard: Shard) -> dict[str, Any]:
     return found
 
 
-def summarizer(folder: str, shard: Shard) -> dict[str, Any]:
-    """T5 ignores it too; rows have labels of all lengths. Metrics are of generated tokens, over uneven batches."""
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
 
-    quiet()
-    enable(shard)
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 2, "d_kv": 16, "dropout_rate": 0.0}
     special = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes, **special))
+    return T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, **sizes, **special))
+
+
+def summarizer(folder: str, shard: Shard) -> dict[str, Any]:
+    """T5 ignores it too; rows have labels of all lengths. Metrics are of generated tokens, over uneven batches."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    quiet()
+    enable(shard)
+    model = t5()
     generating = {"predict_with_generate": True, "generation_max_length": 9, "eval_strategy": "steps", "eval_steps": 2}
     rows = {"per_device_train_batch_size": 4 // world(), "per_device_eval_batch_size": 4 // world()}
     settings = {**SETTINGS, **generating, **rows, "max_steps": 3, "learning_rate": 1e-3}

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
-from tests.integrations.trainer_runs import EVAL_ROWS, Case, Run, Tokens, llama, on_rank, run
+from tests.integrations.trainer_runs import EVAL_ROWS, SETTINGS, Case, Run, Tokens, llama, on_rank, run
 
 pytestmark = pytest.mark.ranks
 
@@ -236,6 +237,47 @@ def evaluates_with_a_flag(folder: str, shard: dict[str, Any] | None) -> list[flo
 def test_the_loss_of_an_uneven_last_batch_is_over_its_own_rows(ranks, tmp_path):
     wanted = evaluates_with_a_flag(str(tmp_path / "one"), None)
     for found in ranks(2)(evaluates_with_a_flag, str(tmp_path / "two"), {**SHARD, "stage": 3}, timeout=40):
+        assert np.abs(np.subtract(found, wanted)).max() < 1e-5
+
+
+def evaluates_otherwise(folder: str, shard: dict[str, Any] | None) -> list[float]:
+    """Return losses of 11 and 3 rows: of a `compute_loss` of one's own, and beside generated tokens.
+
+    In one process the latter, which `Seq2SeqTrainer` weighs by batches, are put together by rows.
+    """
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
+
+    from tests.integrations.client_runs import Sentences, t5, trainer_of, world
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = trainer_of(Case(), folder, shard, of=Own)
+    found = [trainer.evaluate(Tokens(rows, seed=rows))["eval_loss"] for rows in (11, 3)]
+    rows = {"per_device_eval_batch_size": 4 // world(), "predict_with_generate": True, "generation_max_length": 9}
+    for smoothing in (0.0, 0.1):
+        args = Seq2SeqTrainingArguments(folder, label_smoothing_factor=smoothing, **{**SETTINGS, **rows})
+        model = t5()
+        shift = model.prepare_decoder_input_ids_from_labels
+
+        def collate(rows: list[Any], shift: Any = shift) -> dict[str, Any]:
+            batch = default_data_collator(rows)
+            return {**batch, "decoder_input_ids": shift(batch["labels"])}  # a label smoother takes the labels out
+
+        trainer = Seq2SeqTrainer(model=model, args=args, eval_dataset=Sentences(11, 1), data_collator=collate)
+        size = 4 if shard is None else 11
+        parts = [range(start, min(start + size, 11)) for start in range(0, 11, size)]
+        losses = [trainer.evaluate(Subset(trainer.eval_dataset, part))["eval_loss"] * len(part) for part in parts]
+        found.append(sum(losses) / 11)
+    return found
+
+
+def test_losses_that_the_trainer_does_not_compute_itself_are_those_of_one_process_too(ranks, tmp_path):
+    wanted = evaluates_otherwise(str(tmp_path / "one"), None)
+    for found in ranks(2)(evaluates_otherwise, str(tmp_path / "two"), {**SHARD, "stage": 3}, timeout=60):
         assert np.abs(np.subtract(found, wanted)).max() < 1e-5
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -286,3 +288,22 @@ def own_loss_in_forward() -> None:
 def test_a_fused_loss_in_the_top_module_sees_plain_weights(ranks):
     """F09."""
     ranks(2)(own_loss_in_forward)
+
+
+def pickled(stage: int) -> list[str]:
+    import ourshard
+
+    model = ourshard.shard_model(llama(), {"stage": stage})
+    said = []
+    for attempt in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(RuntimeError) as caught:
+            attempt(model)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_cannot_be_pickled_or_copied_says_what_to_do(ranks, stage):
+    for pickling, copying in ranks(2)(pickled, stage):
+        assert "can't be pickled; save it with accelerator.save_model" in pickling
+        assert "copy it before `prepare`" in copying

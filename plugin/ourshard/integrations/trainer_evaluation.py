@@ -11,23 +11,91 @@ A rank without rows of its own runs one row, for the others need its part of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from ourshard.integrations.trainer_loss import Count, items_of
+
 Method = Callable[..., Any]
-Loss = Callable[[dict[str, Any], Any], torch.Tensor]  # of inputs and a number of items
+Inputs = dict[str, Any]
 
 
 def evaluation_loop(method: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Drop the rows that fill up an uneven last batch. `Seq2SeqTrainer` keeps them, and counts them in metrics."""
     if trainer.gather_function == trainer.accelerator.gather:
         trainer.gather_function = trainer.accelerator.gather_for_metrics
-    return method(trainer, *args, **kwargs)
+    with ExitStack() as stack:
+        stack.enter_context(_around(trainer, "compute_loss", _loss_of_own_rows))
+        if getattr(trainer.args, "predict_with_generate", False):
+            stack.enter_context(_around(trainer, "prediction_step", _generate_with_joint_loss))
+        return method(trainer, *args, **kwargs)
 
 
-def own_rows(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any]) -> int | None:
+@contextmanager
+def _around(trainer: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
+    """Put `around(trainer, method, ...)` in the place of a method of this Trainer, of whatever class it is."""
+    kept = vars(trainer).get(name)
+    setattr(trainer, name, functools.partial(around, trainer, getattr(trainer, name)))
+    try:
+        yield
+    finally:
+        if kept is None:
+            delattr(trainer, name)
+        else:
+            setattr(trainer, name, kept)
+
+
+def _loss_of_own_rows(trainer: Any, method: Method, model: torch.nn.Module, inputs: Inputs, **kwargs: Any) -> Any:
+    """Compute the loss of an uneven last batch over its own rows: Note [An uneven last batch]."""
+    rows = _own_rows(trainer, model, inputs) if kwargs.get("return_outputs") else None
+    if rows is None:
+        return method(model, inputs, **kwargs)
+    kept = dict(inputs)  # the Trainer takes labels out of it
+    outputs = method(model, inputs, **kwargs)[1]
+    used = list[str]()
+    own, accelerator = _cut(kept, rows), trainer.accelerator
+    items = trainer._get_num_items_in_batch([own], trainer.args.device)
+    if "num_items_in_batch" in kwargs:
+        kwargs["num_items_in_batch"] = None if items is None else Count.of(items, used)
+    with torch.compiler.set_stance("force_eager"):  # a trace would not see the count's class
+        loss = method(model, _cut(kept, max(1, rows)), **kwargs)[0].detach().mean()
+    joint = bool(used) and trainer.args.average_tokens_across_devices
+    # A loss that used the count is this rank's part of a mean over all items, times the number of ranks.
+    weight = 1.0 if joint else rows * accelerator.num_processes / accelerator.gradient_state.remainder
+    part = loss * weight if rows else torch.zeros_like(loss)
+    return accelerator.reduce(part, "mean"), outputs
+
+
+def _generate_with_joint_loss(
+    trainer: Any, method: Method, model: torch.nn.Module, inputs: Inputs, prediction_loss_only: bool, **kwargs: Any
+) -> Any:
+    """Let the loss beside generated tokens be the mean over the items of all ranks, not of each rank."""
+    loss, *others = method(model, inputs, prediction_loss_only, **kwargs)
+    if loss is None or prediction_loss_only or "labels" not in inputs:
+        return loss, *others
+    rows = _own_rows(trainer, model, inputs)
+    own = inputs if rows is None else _cut(inputs, rows)
+    if rows is not None:
+        loss = _plain_loss(trainer, model, trainer._prepare_inputs(_cut(inputs, max(1, rows))))
+    items = items_of(trainer, own).to(loss.device)
+    part = loss * items if items else torch.zeros_like(loss)
+    joint = trainer.accelerator.reduce(part, "sum") / trainer.accelerator.reduce(items, "sum")
+    return joint, *others
+
+
+def _plain_loss(trainer: Any, model: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        outputs = model(**inputs)
+    if trainer.label_smoother is not None:
+        return trainer.label_smoother(outputs, inputs["labels"]).detach().mean()
+    return (outputs["loss"] if isinstance(outputs, dict) else outputs[0]).detach().mean()
+
+
+def _own_rows(trainer: Any, model: torch.nn.Module, inputs: Inputs) -> int | None:
     """Return how many rows of an uneven last batch are this rank's own; None for any other batch.
 
     Collective in an uneven last batch: None on all ranks where one of them has inputs that are not all cut by rows.
@@ -38,6 +106,8 @@ def own_rows(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any]) -> in
     lengths = {len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()}
     nested = any(isinstance(value, (dict, list, tuple)) for value in inputs.values())
     rows = -1 if nested or len(lengths) != 1 else lengths.pop()
+    if _has_loss_of_its_own(trainer) and rows != trainer.args.eval_batch_size:
+        rows = -1  # its rows need not be those of the data set: pairs, say, lie behind each other
     sizes = torch.tensor([rows], device=trainer.args.device)
     told = trainer.accelerator.gather(sizes).unique().tolist()  # on all ranks, also where this one has no such rows
     if rows < 0 or told != [rows]:
@@ -46,21 +116,12 @@ def own_rows(trainer: Any, model: torch.nn.Module, inputs: dict[str, Any]) -> in
     return max(0, min(rows, state.remainder - before))
 
 
-def loss_of_rows(trainer: Any, loss_of: Loss, inputs: dict[str, Any], rows: int) -> torch.Tensor:
-    """Return the loss of the first `rows` rows of each rank, over all: Note [An uneven last batch]. Collective."""
-    items = trainer._get_num_items_in_batch([_cut(inputs, rows)], trainer.args.device)
-    loss = loss_of(_cut(inputs, max(1, rows)), items).detach().mean()
-    accelerator = trainer.accelerator
-    if items is not None and trainer.args.average_tokens_across_devices:
-        weight = 1.0  # the loss is this rank's part of a mean over all items, times the number of ranks
-    else:
-        weight = rows * accelerator.num_processes / accelerator.gradient_state.remainder
-    part = loss * weight if rows else torch.zeros_like(loss)
-    total: torch.Tensor = accelerator.reduce(part, "mean")
-    return total
+def _has_loss_of_its_own(trainer: Any) -> bool:
+    owner = next(base for base in type(trainer).__mro__ if "compute_loss" in vars(base))
+    return owner.__module__ != "transformers.trainer"
 
 
-def _cut(inputs: dict[str, Any], rows: int) -> dict[str, Any]:
+def _cut(inputs: Inputs, rows: int) -> Inputs:
     return {
         name: value[:rows] if isinstance(value, torch.Tensor) and value.dim() else value
         for name, value in inputs.items()

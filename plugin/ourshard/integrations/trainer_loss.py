@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from ourshard.integrations.trainer_evaluation import loss_of_rows, own_rows
-
 logger = logging.getLogger("ourshard")
 
 Method = Callable[..., Any]
@@ -67,23 +65,8 @@ def compute_loss(  # noqa: PLR0917 - the Trainer's own parameters
     return_outputs: bool = False,
     num_items_in_batch: Any = None,
 ) -> Any:
-    """Weight a loss that ignores the count, and compute that of an uneven last batch over its own rows."""
-
-    def loss_of(inputs: dict[str, Any], items: Any) -> Any:
-        return _weighted(method, trainer, model, inputs, return_outputs, items)
-
-    rows = own_rows(trainer, model, inputs) if return_outputs else None
-    kept = dict(inputs)  # the Trainer takes labels out of it
-    result = loss_of(inputs, num_items_in_batch)
-    if rows is None:
-        return result
-    return loss_of_rows(trainer, lambda *given: loss_of(*given)[0], kept, rows), result[1]
-
-
-def _weighted(  # noqa: PLR0917
-    method: Method, trainer: Any, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool, items: Any
-) -> Any:
     """Weight a loss that ignores the count: Note [Ignored counts]."""
+    items = num_items_in_batch
     if items is None or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
         return method(trainer, model, inputs, return_outputs, items)
     kept = dict(inputs)  # labels are taken out of it for a label smoother and for `compute_loss_func`
@@ -97,12 +80,13 @@ def _weighted(  # noqa: PLR0917
         _say(trainer)
     if _USES_COUNT[trainer]:
         return result
-    divides = trainer.accelerator.gradient_accumulation_steps  # what `backward` divides by: 1 but in old versions
-    share = _items(trainer, kept) / items * divides
+    share = items_of(trainer, kept) / items
+    if model.training:
+        share = share * trainer.accelerator.gradient_accumulation_steps  # `backward` divides by it: 1 since 5.24
     return (result[0] * share, result[1]) if return_outputs else result * share
 
 
-def _items(trainer: Any, inputs: dict[str, Any]) -> Any:
+def items_of(trainer: Any, inputs: dict[str, Any]) -> Any:
     """Count the items of one micro-batch as the Trainer counts them in the batches of a step."""
     if "shift_labels" in inputs:
         labels = inputs["shift_labels"]

@@ -67,7 +67,9 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     _share_buffers(model, engine)
     engine.buffers.watch(model)
     give_back_unused(mesh.device)
-    model._ourshard = engine  # type: ignore[assignment]
+    attributes = dict(vars(model))
+    vars(model).clear()  # first, so that pickling meets the engine, which says what to do, and not a hook
+    vars(model).update({"_ourshard": engine, **attributes})
     engine.attach(model)
     return engine
 
