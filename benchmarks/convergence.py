@@ -46,6 +46,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "int8 weights, int8 gradients": {"weights": "int8", "gradients": "int8"},
     "fp8 weights, int8 gradients": {"weights": "fp8", "gradients": "int8"},
     "int4 gradients, error feedback": {"gradients": "int4", "error_feedback": True},
+    "int4 gradients": {"gradients": "int4"},
+    "int4 gradients in blocks of 256, error feedback": {"gradients": "int4", "error_feedback": True, "block": 256},
 }
 
 

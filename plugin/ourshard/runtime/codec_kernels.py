@@ -69,7 +69,7 @@ def encode(
     places = rows.to(tl.int64)[:, None] * BLOCK + columns[None, :]
     low = tl.load(src + first + places, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(src + first + places + HALF, mask=mask, other=0.0).to(tl.float32)
-    peaks = tl.maximum(tl.max(_size_bits(low), axis=1), tl.max(_size_bits(high), axis=1))
+    peaks = tl.reduce(_larger(tl.abs(low), tl.abs(high)), 1, _larger)
     scales, inverses, finite = _scales(peaks, INVERSE_LIMIT, LARGEST_SCALE)
     low, high = low * inverses[:, None], high * inverses[:, None]
     # Without stochastic rounding the noise is not used, and no code is made for it.
@@ -169,16 +169,16 @@ def _load_codes(body, rows, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _size_bits(values):
-    """Return |values| as the integers that order like it, NaN above infinity: a maximum of these never drops a NaN."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def _larger(left, right):
+    """Return the maximum, of which a NaN is one."""
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _scales(peaks, INVERSE_LIMIT: tl.constexpr, LARGEST_SCALE: tl.constexpr):
-    """Return (scale, multiplier, is finite) of each block from the bits of its largest size."""
-    finite = peaks < 0x7F800000
-    raw = peaks.to(tl.float32, bitcast=True) * INVERSE_LIMIT
+    """Return (scale, multiplier, is finite) of each block from its largest size."""
+    finite = peaks < float("inf")
+    raw = peaks * INVERSE_LIMIT
     scales = ((raw.to(tl.int32, bitcast=True) + _SCALE_SLACK) & -256).to(tl.float32, bitcast=True)
     scales = tl.minimum(scales, LARGEST_SCALE)
     scales = tl.where(scales < _SMALLEST_SCALE, 0.0, scales)
