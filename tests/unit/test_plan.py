@@ -451,6 +451,7 @@ def test_the_command_prints_a_table_a_picture_and_a_config_that_is_read_back(lla
     result = CliRunner().invoke(app, [*arguments, "--plot", str(picture), "--scaling", str(curve)])
     assert result.exit_code == 0, result.output
     assert "* the cheapest that fits: " in result.output
+    assert "MiB" in result.output.splitlines()[1]  # of so small a model GiB would all be 0.0
     assert picture.read_bytes()[:4] == curve.read_bytes()[:4] == b"\x89PNG"
     values = load(output)
     assert (values["distributed_type"], values["num_processes"], values["num_machines"]) == ("OURSHARD", 16, 2)

@@ -93,8 +93,8 @@ def test_the_table_shows_the_host_where_it_has_something() -> None:
     for offload in ({}, CPU, DISK):
         row = planner().row(ShardConfig().replace(offload=offload))
         headers = [column.header for column in as_table([row], hardware, None).columns]
-        assert ("host GiB" in headers) == bool(offload)
-        assert ("disk GiB" in headers) == (offload is DISK)
+        assert ("host MiB" in headers) == bool(offload)
+        assert ("disk MiB" in headers) == (offload is DISK)
         assert (as_dict(row)["memory"]["disk"] > 0) == (offload is DISK)
         assert (as_dict(row)["memory"]["host"] > 0) == bool(offload)
 

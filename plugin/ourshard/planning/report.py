@@ -5,14 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from ourshard.planning.hardware import GB, GIB, Hardware
 from ourshard.planning.plan import Row
 
-_COLUMNS = ("GiB", "states", "params", "grads", "activ.", "GiB in node", "between", "step s", "tokens/s", "checkpoint")
+_COLUMNS = (
+    "{unit}",
+    "states",
+    "params",
+    "grads",
+    "activ.",
+    "{unit} in node",
+    "between",
+    "step s",
+    "tokens/s",
+    "checkpoint",
+)
+
+
+class _Units(NamedTuple):
+    """In what a table counts bytes: GiB, or MiB for models that a laptop trains."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def for_rows(cls, rows: Sequence[Row]) -> _Units:
+        return cls("GiB", GIB) if max(row.memory.peak for row in rows) >= GIB else cls("MiB", GIB // 1024)
+
+    def text(self, nbytes: float) -> str:
+        return f"{nbytes / self.size:.1f}"
+
+    def decimal(self, nbytes: float) -> str:
+        return f"{nbytes / GB:.0f} GB" if self.size == GIB else f"{1000 * nbytes / GB:.0f} MB"
 
 
 def as_table(rows: Sequence[Row], hardware: Hardware, chosen: Row | None) -> Table:
@@ -22,25 +50,26 @@ def as_table(rows: Sequence[Row], hardware: Hardware, chosen: Row | None) -> Tab
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("configuration")
+    of = _Units.for_rows(rows)
     elsewhere = [name for name in ("host", "disk") if any(getattr(row.memory, name) for row in rows)]
-    for name in (*_COLUMNS, *(f"{name} GiB" for name in elsewhere)):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in (*_COLUMNS, *(f"{name} {{unit}}" for name in elsewhere)):
+        table.add_column(name.format(unit=of.name), justify="right", no_wrap=True)
     for row in rows:
         best, worst = row.seconds
         table.add_row(
             "*" if row is chosen else "" if row.fits else "too big",
             row.name,
-            f"{row.memory.peak / GIB:.1f}",
-            f"{(row.memory.masters + row.memory.optimizer) / GIB:.1f}",
-            f"{(row.memory.whole + row.memory.slots) / GIB:.1f}",
-            f"{row.memory.gradients / GIB:.1f}",
-            f"{row.memory.activations / GIB:.1f}",
-            f"{row.wire_inside / GIB:.1f}",
-            f"{row.wire_between / GIB:.1f}",
+            of.text(row.memory.peak),
+            of.text(row.memory.masters + row.memory.optimizer),
+            of.text(row.memory.whole + row.memory.slots),
+            of.text(row.memory.gradients),
+            of.text(row.memory.activations),
+            of.text(row.wire_inside),
+            of.text(row.wire_between),
             f"{row.timing.total:.3g} ({best:.3g} to {worst:.3g})",
             f"{row.tokens_per_second:,.0f}",
-            f"{row.checkpoint / GB:.0f} GB, {row.checkpoint_seconds:.0f} s",
-            *(f"{getattr(row.memory, name) / GIB:.1f}" for name in elsewhere),
+            f"{of.decimal(row.checkpoint)}, {row.checkpoint_seconds:.0f} s",
+            *(of.text(getattr(row.memory, name)) for name in elsewhere),
             style="bold" if row is chosen else None if row.fits else "dim",
         )
     return table
