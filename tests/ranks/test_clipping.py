@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.ranks.nets import WIDTH, Toy, square_loss, toy
 from tests.ranks.pairs import joined, pair, part
-from tests.ranks.training import TOY
+from tests.ranks.training import TOY, Task, compare, reference, sgd
 
 pytestmark = pytest.mark.ranks
 
@@ -174,3 +174,21 @@ def test_the_norm_of_a_float64_model_has_float64_precision(ranks):
     for dtype, apart in ranks(2)(in_double):
         assert dtype == "torch.float64"
         assert apart < 1e-14
+
+
+class Complex(nn.Module):
+    """A complex matrix and a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last((x.to(torch.complex64) @ self.turn).abs())
+
+
+def test_complex_weights_train_and_are_clipped_by_a_real_norm(ranks):
+    task = Task(make=Complex, optimizer=sgd, steps=3, clip=0.1)
+    compare(ranks(2), task, {name: TOY[name] for name in ("stage 0", "stage 2", "stage 3")}, reference(task, 2))

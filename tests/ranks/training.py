@@ -179,7 +179,12 @@ def difference(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     """Return the largest difference of any element; the names and shapes must be the same, in the same order."""
     assert list(got) == list(wanted)
     assert [v.shape for v in got.values()] == [v.shape for v in wanted.values()]
-    return max(((got[k].double() - wanted[k].double()).abs().max().item() for k in got if got[k].numel()), default=0.0)
+    apart = ((_exact(got[k]) - _exact(wanted[k])).abs().max().item() for k in got if got[k].numel())
+    return max(apart, default=0.0)
+
+
+def _exact(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def assert_same(results: list[Result], expected: Result, tolerance: float = 1e-6, what: str = "") -> None:

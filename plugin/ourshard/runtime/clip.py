@@ -100,7 +100,7 @@ def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _
     for lane, positions in asked.by_lane.items():
         _add_lane(lane, positions, found)
     for dtype in [*(lane.store_dtype for lane in asked.by_lane), *(tensor.dtype for tensor in found.whole)]:
-        found.dtype = torch.promote_types(found.dtype, dtype)
+        found.dtype = torch.promote_types(found.dtype, dtype.to_real())
     return found
 
 
