@@ -47,12 +47,16 @@ METADATA |= {_T.requires_grad.__set__}  # type: ignore[attr-defined]
 # These return a handle of another dtype (or the same): `model.to(dtype)` on a sharded model.
 _CASTS = {_T.to, _T.float, _T.half, _T.bfloat16, _T.double, _T.cpu, _T.cuda, _T.type}
 
+# These ask for the gradient by a parameter: the leaf is what the graph knows, whole or not.
+_BACKWARDS = {torch.autograd.grad, torch.autograd.backward, _T.backward}
+
 # These make a new tensor, and ask for shape, dtype and device alone.
 _LIKE = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
 _LIKE |= {torch.rand_like, torch.randn_like, torch.randint_like}
 _LIKE |= {_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor}
 
 GET_DATA, SET_DATA = _T.data.__get__, _T.data.__set__  # type: ignore[attr-defined]
+GET_GRAD, SET_GRAD = _T.grad.__get__, _T.grad.__set__  # type: ignore[union-attr]
 
 _SAVING = {"__reduce_ex__", "__deepcopy__", "data_ptr", "untyped_storage", "storage", "numpy", "tolist", "__array__"}
 
@@ -161,6 +165,8 @@ class ShardParameter(Resting, nn.Parameter):
             return self._cast(func, args, kwargs)
         if func in _ROW_BY_ROW and is_first:
             return self._change_rows(func, args, kwargs)
+        if func in _BACKWARDS:
+            return func(*tree_map(_leaf_of, args), **tree_map(_leaf_of, kwargs))
         name = getattr(func, "__name__", "")
         if name in _SAVING:
             raise RuntimeError(self._advice(name))
@@ -294,6 +300,10 @@ class ShardParameter(Resting, nn.Parameter):
             "change it), `accelerator.get_state_dict(model)` or `ourshard.full_state_dict(model)` to save it, "
             "`accelerator.clip_grad_norm_` to clip."
         )
+
+
+def _leaf_of(value: Any) -> Any:
+    return value.leaf if isinstance(value, ShardParameter) else value
 
 
 # What a handle answers without being whole, by torch function.

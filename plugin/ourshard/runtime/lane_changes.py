@@ -41,12 +41,14 @@ class LaneChanges(LaneStore):
             self._make_shard()
         if self.placement.params is At.SHARD:
             self.full.free()
+        self.watch_strays()
 
     def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
         """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""
         for resting, leaf in zip(self.resting, self.leaves, strict=True):
             if leaf.requires_grad != resting.requires_grad:
                 leaf.requires_grad_(resting.requires_grad)
+        self.watch_strays()
         if self.trainable or not any(leaf.requires_grad for leaf in self.leaves):
             return False
         self.trainable = True
@@ -81,6 +83,7 @@ class LaneChanges(LaneStore):
             self.unit.add_sites(cast("Lane", self))
         if self.placement.whole:
             self._point_to_masters()
+        self.watch_strays()
 
     def follow_moved(self) -> None:
         """Take over whole parameters that the user moved to another dtype or memory, as `model.to(dtype)` does."""
@@ -92,5 +95,6 @@ class LaneChanges(LaneStore):
             changed = parameter.data != view.to(parameter.dtype)  # else the master has more precision
             view.copy_(torch.where(changed, parameter.data.to(view.dtype), view))
         self._point_to_masters()
+        self.watch_strays()
         if moved[0].dtype != self.store_dtype:
             self.recast(moved[0].dtype)

@@ -41,6 +41,7 @@ from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At, Placement
 from ourshard.runtime.secondary import SecondaryShard, keeps_secondary
 from ourshard.runtime.states import Stream
+from ourshard.runtime.strays import StrayGradients
 
 if TYPE_CHECKING:
     from ourshard.runtime.behind import Stepping
@@ -109,6 +110,7 @@ class LaneStore:
         self._make_buffers()
         self.leaves: list[nn.Parameter] = []
         self.resting: list[nn.Parameter] = [p.tensor for p in self.parameters]
+        self._strays = StrayGradients(cast("Lane", self))
 
     @property
     def master(self) -> torch.Tensor:
@@ -318,8 +320,14 @@ class LaneStore:
         for names, *objects in zip(shown, self.leaves, self.resting, strict=True):
             for name, tensor in itertools.product(names, objects):
                 setattr(tensor, name, tensor.data)
+        self.watch_strays()
         if self.placement.params is At.SHARD:
             self.full.free()
+
+    def watch_strays(self) -> None:
+        """Let gradients that reach what the user holds go to the leaves: Note [Stray gradients] in strays.py."""
+        if not self.direct:
+            self._strays.watch()
 
     def _make_leaf(self, tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
         """Return the parameter that computes in place of `tensor`; keeps subclass and attributes.
