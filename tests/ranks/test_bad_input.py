@@ -49,6 +49,7 @@ def refusals() -> dict[str, str]:
         "twice": told_by(lambda: shard_model(sharded, {"stage": 3})),
         "inner": told_by(lambda: shard_model(nn.Sequential(sharded, nn.Linear(2, 2)), {"stage": 3})),
         "lazy": told_by(lambda: shard_model(lazy, {"stage": 3})),
+        "scripted": told_by(lambda: shard_model(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), {"stage": 3})),
         "by memory": told_by(lambda: shard_model(by_memory, {"stage": 3})),
         "class": told_by(lambda: shard_model(toy(), {"wrap": {"policy": "classes", "classes": ["Blok"]}})),
         "module": told_by(lambda: shard_model(toy(), {"wrap": {"policy": "modules", "modules": ["blocks.9"]}})),
@@ -68,6 +69,7 @@ WORDS = {
     "twice": "sharded already",
     "inner": "'0' inside of the model is sharded already",
     "lazy": "'0.weight' has no shape yet",
+    "scripted": "'0' is a RecursiveScriptModule of torch.jit",
     "by memory": "'0.weight' and '1.weight' are two parameters over the same memory",
     "class": "did you mean Block (3)",
     "module": "no module named 'blocks.9'",
@@ -147,22 +149,27 @@ class Halt(Exception):
     """Raised by a hook in the middle of a pass."""
 
 
+class CtrlC(KeyboardInterrupt):
+    """What a notebook's stop button raises, after which the cell is run again."""
+
+
 def train_after_exceptions(config: dict[str, Any], place: str, resets: bool) -> dict[str, torch.Tensor]:
     """Let a forward or a backward raise after a step, on every rank; go on training, after `reset` or without."""
+    error = CtrlC if place == "interrupted forward" else Halt
     import ourshard
 
     model = ourshard.shard_model(toy(), config)
     optimizer = sgd(model.parameters())
 
     def raising(*_: Any) -> None:
-        raise Halt
+        raise error
 
     for step in range(3):
         if step == 1:
             module = model.blocks[1]
-            hook = module.register_forward_hook if place == "forward" else module.up.register_full_backward_hook
+            hook = module.up.register_full_backward_hook if place == "backward" else module.register_forward_hook
             handle = hook(raising)
-            with pytest.raises(Halt):
+            with pytest.raises(error):
                 square_loss(model, numbers(9, 2)).backward()
             handle.remove()
             if resets:
@@ -174,10 +181,37 @@ def train_after_exceptions(config: dict[str, Any], place: str, resets: bool) -> 
 
 
 @pytest.mark.parametrize("resets", [True, False], ids=["reset", "no reset"])
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", ["forward", "backward", "interrupted forward"])
 def test_training_goes_on_after_an_exception_that_was_caught(ranks, place, resets):
     wanted = reference(Task(optimizer=sgd, steps=3), 2).state
     for name in ("stage 0", "stage 2", "stage 3"):
         for state in ranks(2)(train_after_exceptions, TOY[name], place, resets):
             for key, value in state.items():
                 assert torch.allclose(value, wanted[key], atol=1e-6), (name, key)
+
+
+def one_rank_goes_on() -> None:
+    """Rank 1 catches an exception in the middle of a forward and begins the next, while rank 0 is still in it."""
+    from ourshard import shard_model
+
+    model = shard_model(toy(), TOY["stage 3"])
+    square_loss(model, numbers(0, 2)).backward()
+    if dist.get_rank() == 1:
+        handle = model.blocks[1].register_forward_hook(raise_halt)
+        with pytest.raises(Halt):
+            model(numbers(1, 2))
+        handle.remove()
+    square_loss(model, numbers(2, 2)).backward()
+
+
+def raise_halt(*_: Any) -> None:
+    raise Halt
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_on_alone_after_an_exception_says_who_is_where(ranks):
+    """Its gathers were once taken for those of the forward that it had left."""
+    ended = ranks(2, fresh=True)(one_rank_goes_on, timeout=60)
+    assert all(code != 0 for code in ended.exitcodes)
+    assert "The ranks are in different places" in ended.stderr[1]
+    assert "rank 1: forward of Toy (model 0) begins" in ended.stderr[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -98,6 +99,36 @@ def test_gradients_and_weights_changed_by_numbers_are_those_of_one_process(ranks
     wanted = held_in_a_range(None)
     for name in ("stage 0", "stage 2", "stage 3"):
         for found in ranks(2)(held_in_a_range, TOY[name]):
+            assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), name
+
+
+def trained_inside_of_gathered(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Train with forwards inside of `gathered`, backwards there or after it, some of them accumulating."""
+    import ourshard
+
+    model = toy() if config is None else ourshard.shard_model(toy(), config)
+    engine = ourshard.engine_of(model)
+    optimizer = sgd(model.parameters())
+    for step in range(4):
+        rows = numbers(step, 4)
+        rows = rows if config is None else rows.chunk(2)[dist.get_rank()]
+        with engine.no_sync() if engine and step == 0 else nullcontext():
+            with ourshard.gathered(model) if engine else nullcontext():
+                loss = square_loss(model, rows)
+                if step != 2:
+                    loss.backward()
+            if step == 2:
+                loss.backward()
+        square_loss(model, 2 * rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict() if config is None else ourshard.full_state_dict(model)
+
+
+def test_forwards_inside_of_gathered_train_as_outside(ranks):
+    wanted = trained_inside_of_gathered(None)
+    for name in TOY:
+        for found in ranks(2)(trained_inside_of_gathered, TOY[name]):
             assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), name
 
 

@@ -83,7 +83,8 @@ def gathered(
     """Make the parameters of a model, a module of it, or given parameters whole for the time of a `with` block.
 
     Collective: enter and leave on every rank. Inside, modules hold ordinary tensors in compute dtype. With a whole
-    model inside, forwards do not communicate, so ranks may run different numbers of them. With `writeback`, changed
+    model inside, forwards do not communicate, so ranks may run different numbers of them; gradients that backwards left
+    inside are reduced at its end, and a backward after it gathers the model again. With `writeback`, changed
     elements reach the masters: each rank's rows from that rank, or all from `modifier_rank`. Contexts nest.
     Yields `target`.
     """

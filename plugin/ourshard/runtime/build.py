@@ -172,6 +172,7 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
             raise ValueError(f"{inner[0]!r} inside of the model is sharded already; shard the outer model only.")
         _refuse_lazy(model)
         refuse_quantized(model)
+        _refuse_scripted(model)
         stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
         _refuse_composed(stock)
         _refuse_renormalisation(model, engine)
@@ -262,6 +263,16 @@ def _refuse_lazy(model: nn.Module) -> None:
         if is_lazy(tensor):
             raise ValueError(
                 f"{name!r} has no shape yet (a lazy module): run one batch through the model before it is sharded."
+            )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Refuse modules of TorchScript, whose parameters Python can't replace by whole ones for a forward."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ValueError(
+                f"{name or 'the model'!r} is a {type(module).__name__} of torch.jit, whose parameters can't be "
+                "sharded: use the module that it was made from. `torch.compile` works before and after `prepare`."
             )
 
 

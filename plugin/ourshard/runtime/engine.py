@@ -159,6 +159,8 @@ class Engine:
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Open the forward phase: the root's parameters become whole and stay so until the end of backward."""
+        if self._forward_depth and self._was_interrupted():
+            self.reset()
         self._forward_depth += 1
         if self._forward_depth > 1 or self.gathered_depth:
             return None
@@ -171,6 +173,11 @@ class Engine:
         if self.param_dtype is None or not self.cast_small:
             return None
         return cast(args, self.param_dtype), cast(kwargs, self.param_dtype)
+
+    def _was_interrupted(self) -> bool:
+        """Say whether the forward that is under way ended without a word: torch calls no hook for a Ctrl-C."""
+        model = self.model()
+        return model is not None and not self.phase_is_backward and not forward_on_stack([model])
 
     def _is_recomputed(self) -> bool:
         """Say whether a checkpoint around the model runs its forward again. A backward that failed is cleared away."""
@@ -210,7 +217,11 @@ class Engine:
     def end_forward(self, outputs: Any) -> Any:
         """Close the forward phase; what has no backward is released."""
         self._forward_depth -= 1
-        if self._forward_depth or self.gathered_depth:
+        if self._forward_depth:
+            return None
+        if self.gathered_depth:
+            if torch.is_grad_enabled():
+                hook_outputs(outputs, self.on_gathered_gradient)
             return None
         has_backward = torch.is_grad_enabled() and hook_outputs(tensors_in(outputs), self.on_root_gradient)
         if not self.phase_is_backward:
@@ -285,6 +296,23 @@ class Engine:
     def on_root_gradient(self, gradient: torch.Tensor) -> None:
         """Run as a hook on the root's outputs."""
         self.begin_backward()
+
+    def on_gathered_gradient(self, gradient: torch.Tensor) -> None:
+        """Run as a hook on outputs of a forward inside of `gathered`: its backward outside needs all of it again."""
+        if not self.gathered_depth:
+            for unit in self.units:
+                unit.before_backward()
+
+    def take_gathered_gradients(self) -> None:
+        """Reduce what backwards inside of `gathered` left, where no hook did. Collective."""
+        if not self.require_sync:
+            for unit in self.units:
+                unit.put_aside()
+            return
+        self.sync_backward = True
+        for unit in self.units:
+            unit.reduced = False
+        self.settle(self.units)
 
     def begin_backward(self) -> None:
         """Open the backward phase with its first gradient, and bring the root back if it was released. Idempotent."""

@@ -69,6 +69,7 @@ class Schedule:
         self._keeps = True  # a record: not a rank that is alone and has all parameters on its device
         self._ready: set[int] = set()  # units whose gradients wait for their turn to be reduced
         self._skipped: deque[Unit] = deque()  # gathered in passing, and not asked for
+        self._abandoned = False  # the last phase ended in an exception, perhaps on this rank alone
 
     def begin(self, phase: tuple[str, Hashable], depth: int) -> None:
         """Start a phase (what it is, and what its order depends on), and gather ahead."""
@@ -81,6 +82,9 @@ class Schedule:
         self._skipped.clear()
         self._keeps = self._control.world > 1 or any(unit.sharded for unit in self._units)
         self._control.declare(f"{self._title} begins ({phase[1]})")
+        if self._abandoned:
+            self._abandoned = False
+            self._control.confirm()
         if not self._recording:
             self._advance()
 
@@ -101,6 +105,7 @@ class Schedule:
 
     def abandon(self) -> None:
         """Leave a phase after an exception; what was recorded in it is forgotten."""
+        self._abandoned = self._abandoned or self.phase is not None
         self.phase = None
         self._control.withdraw()
 

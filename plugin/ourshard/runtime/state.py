@@ -28,6 +28,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
             unit.install()
             unit.pinned += 1
     everything = len(units) == len(engine.units)
+    before = _direct_gradients(engine) if everything else []
     engine.gathered_depth += everything
     try:
         if engine.read_disk is not None:
@@ -48,6 +49,20 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
                 unit.release()
         if writeback:
             engine.masters_changed()
+    if everything and engine.outside_of_forward:
+        made = _direct_gradients(engine) != before or _has_leaf_gradients(engine)
+        if engine.control.any_of([made], "the end of gathered")[0]:
+            engine.take_gathered_gradients()
+
+
+def _direct_gradients(engine: Engine) -> list[tuple[int, int]]:
+    """Return what tells whether a backward changed the gradients of plain parameters."""
+    leaves = [leaf for lane in engine.lanes() if lane.direct for leaf in lane.leaves]
+    return [(id(leaf.grad), leaf.grad._version) for leaf in leaves if leaf.grad is not None]
+
+
+def _has_leaf_gradients(engine: Engine) -> bool:
+    return any(lane.has_leaf_gradients() for lane in engine.lanes() if not lane.direct)
 
 
 def _refuse_coded(units: list[Unit]) -> None:
