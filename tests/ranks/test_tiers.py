@@ -202,6 +202,32 @@ def test_a_checkpoint_of_every_combination_goes_on_on_the_device(ranks, tmp_path
         assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
+def windows_of_adapters(folder: str) -> tuple[int, int]:
+    """Train a norm over a frozen base, all on the disk; return the bytes of the host, and what was said of them."""
+    from ourshard import engine_of, shard_model
+    from ourshard.runtime.layout import UnitLayout
+    from ourshard.runtime.tiers import host_need
+
+    model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    offload = tiers("nvme", "nvme", Path(folder))
+    engine = engine_of(shard_model(model, {"stage": 3, "persist_below": 0, "offload": offload}))
+    assert engine is not None
+    assert engine.host is not None
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    token_loss(model, tokens(0, 2)).backward()
+    optimizer.step()
+    layouts = [UnitLayout(tuple(lane.layout for lane in unit.lanes)) for unit in engine.units]
+    return engine.host.nbytes, host_need(layouts, engine.config.offload, engine.mesh.shard.size).with_adamw
+
+
+def test_windows_of_what_is_stepped_are_no_longer_than_what_is_stepped(ranks, tmp_path):
+    """Those for a few adapters were as long as the longest frozen lane."""
+    for taken, said in ranks(2)(windows_of_adapters, str(tmp_path)):
+        assert taken == said
+
+
 def law(params: str, optimizer: str, folder: str) -> dict[str, Any]:
     """Return what a rank holds after two steps, the most of whole parameters at once, and its elements."""
     from ourshard import engine_of, shard_model

@@ -72,15 +72,16 @@ class ShardDisk:
         self._lanes: dict[Lane, LaneFile] = {}
         self._windows = [Window() for _ in range(engine.config.offload.windows)]
         self.shards = ParameterWindows(file, engine.config.offload.windows, self.take_bytes, self.start_of)
-        self._longest = 0  # elements of the longest lane
+        self._longest = 0  # elements of the longest lane that is stepped
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype, *, stepped: bool = False) -> torch.Tensor:
         """Return a zeroed tensor on the CPU whose elements are in the file."""
         start = self.file.take(numel * dtype.itemsize)
         tensor = self.file.view(start, numel, dtype)
         self._starts[tensor.data_ptr()] = start
         self.nbytes += tensor.nbytes
-        self._longest = max(self._longest, numel)
+        if stepped:
+            self._longest = max(self._longest, numel)
         if self._ledger is not None:
             self._ledger.hold(Kind.DISK, tensor.nbytes)
         return tensor
@@ -89,7 +90,7 @@ class ShardDisk:
         return self._starts[tensor.data_ptr()]
 
     def take_buffer(self, stream: Stream) -> torch.Tensor:
-        """Return host memory, bytes, for a stream of any lane."""
+        """Return host memory, bytes, for a stream of any lane that is stepped; one unfrozen later leaves the disk."""
         return self.take_bytes(padded(self._longest * stream.dtype.itemsize))
 
     def take_bytes(self, nbytes: int) -> torch.Tensor:

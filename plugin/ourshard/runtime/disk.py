@@ -83,8 +83,8 @@ class Disk(Protocol):
     nbytes: int  # taken
     shards: ShardWindows
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a zeroed tensor on the CPU whose elements are in the file."""
+    def take(self, numel: int, dtype: torch.dtype, *, stepped: bool = False) -> torch.Tensor:
+        """Return a zeroed tensor on the CPU whose elements are in the file; `stepped`: `bring` will yield it."""
 
     def check(self) -> None:
         """Raise RuntimeError where what rests there is lost; local."""

@@ -141,7 +141,7 @@ class LaneStore:
         self.passes_disk = False  # gathers start from what rests on a disk
         self._state_memory: dict[Stream, torch.Tensor] = {}  # of masters on the host
         if self.on_disk:
-            self.master = self._take_disk(self.layout.shard_numel, self.store_dtype)
+            self.master = self._take_disk(self.layout.shard_numel, self.store_dtype, stepped=self.trainable)
             if not self.trainable:
                 self._pass_disk(self.master)
         elif self.offloaded:
@@ -204,10 +204,10 @@ class LaneStore:
             self.hold(Kind.STATES, self._state_memory[stream])
         return self._state_memory[stream]
 
-    def _take_disk(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _take_disk(self, numel: int, dtype: torch.dtype, *, stepped: bool = False) -> torch.Tensor:
         disk = self.unit.engine.disk
         assert disk is not None
-        return disk.take(numel, dtype)
+        return disk.take(numel, dtype, stepped=stepped)
 
     def _make_shard(self) -> None:
         numel, tier, key = self.segment.numel(), self._shard_tier, self.layout.key
