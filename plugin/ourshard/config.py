@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ourshard.values import build, convert, nearest, to_plain
+from ourshard.values import build, convert, nearest, settle, to_plain
 
 
 class WrapPolicy(str, Enum):
@@ -127,6 +127,7 @@ class WrapConfig:
     ignore: tuple[str, ...] = ()  # dotted module names whose parameters ourshard leaves alone
 
     def __post_init__(self) -> None:
+        settle(self, "wrap.")
         _at_least(self.min_params, 0, "wrap.min_params")
         if self.merge is not None:
             _at_least(self.merge, 0, "wrap.merge")
@@ -153,6 +154,7 @@ class PrecisionConfig:
     output_dtype: str | None = None  # floating-point outputs of the root are cast to this; None leaves them
 
     def __post_init__(self) -> None:
+        settle(self, "precision.")
         for name in ("param_dtype", "reduce_dtype", "master_dtype", "buffer_dtype", "output_dtype"):
             _set(self, name, dtype_name(getattr(self, name), f"precision.{name}"))
         if self.master_dtype is None:
@@ -167,6 +169,7 @@ class PrefetchConfig:
     backward: int = 1
 
     def __post_init__(self) -> None:
+        settle(self, "prefetch.")
         _at_least(self.forward, 0, "prefetch.forward")
         _at_least(self.backward, 0, "prefetch.backward")
 
@@ -184,6 +187,7 @@ class OffloadConfig:
     overlap_step: bool = False  # the step on the host may go on while the next forward begins
 
     def __post_init__(self) -> None:
+        settle(self, "offload.")
         if not 2 <= self.windows <= 64:
             raise ValueError(f"offload.windows: {self.windows!r} is not between 2 (read one, use one) and 64.")
         if self.overlap_step and self.optimizer is not Tier.CPU:
@@ -215,6 +219,7 @@ class CommunicationConfig:
     transport: Transport = Transport.AUTO
 
     def __post_init__(self) -> None:
+        settle(self, "communication.")
         if self.weights is Codec.INT4:
             raise ValueError("communication.weights: int4 loses too much for weights; use int8 or fp8.")
         if self.gradients is Codec.FP8:
@@ -267,6 +272,7 @@ class CheckpointConfig:
         return self.format is CheckpointFormat.SHARDED or (self.format is CheckpointFormat.AUTO and self.asynchronous)
 
     def __post_init__(self) -> None:
+        settle(self, "checkpoint.")
         _set(self, "save_dtype", dtype_name(self.save_dtype, "checkpoint.save_dtype"))
         if self.keep is not None:
             _at_least(self.keep, 1, "checkpoint.keep")
@@ -300,6 +306,7 @@ class ShardConfig:
     ledger: bool = False  # count bytes, calls and peaks
 
     def __post_init__(self) -> None:
+        settle(self, "")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage: {self.stage!r} does not exist; use 0 (DDP), 1, 2 or 3 (full shard).")
         if isinstance(self.shard_size, str) and self.shard_size != "node":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -61,12 +61,25 @@ def build(cls: type, values: Any, prefix: str) -> Any:
         return values
     if not isinstance(values, Mapping):
         raise ValueError(f"{prefix.rstrip('.') or 'ourshard_config'}: expected keys and values, got {values!r}.")
-    hints = typing.get_type_hints(cls)
+    hints = hints_of(cls)
     unknown = [key for key in values if key not in hints]
     if unknown:
         key = str(unknown[0])
         raise ValueError(f"Unknown key {prefix + key!r} in the ourshard config.{nearest(key, hints)}")
     return cls(**{key: convert(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Any]:
+    """Return the annotated types of a dataclass, by field."""
+    return typing.get_type_hints(cls)
+
+
+def settle(instance: Any, prefix: str) -> None:
+    """Convert the fields of a frozen dataclass as `build` does: its constructor may have been called by hand."""
+    cls: type = type(instance)
+    for name, hint in hints_of(cls).items():
+        object.__setattr__(instance, name, convert(hint, getattr(instance, name), prefix + name))
 
 
 def convert(hint: Any, value: Any, key: str) -> Any:
@@ -106,7 +119,7 @@ def _convert_enum(hint: type[Enum], value: Any, key: str) -> Enum:
 
 def _convert_scalar(hint: Any, value: Any, key: str) -> Any:
     if hint is str:
-        if not isinstance(value, (str, os.PathLike)):
+        if isinstance(value, (bool, int, float, bytes, Mapping, list, tuple)):  # a dtype, and a path, are text too
             raise ValueError(f"{key}: expected text, got {value!r}.")
         return str(value)
     if isinstance(value, str):

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ourshard.config import ShardConfig, config_keys, plain_value
+from ourshard.config import Accumulate, OffloadConfig, ShardConfig, Tier, config_keys, plain_value
 from ourshard.flags import sources
 from ourshard.flags.native import KEYS, dump
 from ourshard.flags.result import from_values, merge
@@ -122,6 +123,25 @@ def test_fsdp_deepspeed_and_native_sections_join_when_they_agree() -> None:
     document["ourshard_config"] = {"stage": 2}
     with pytest.raises(ValueError, match=r"a.yaml: ourshard_config gives 2, but a.yaml: fsdp_config: .* gives 3"):
         read(document, "a.yaml")
+
+
+def test_a_config_that_is_made_by_hand_is_the_one_of_a_file() -> None:
+    values = {
+        "stage": "2",
+        "reshard_after_forward": "false",
+        "accumulate": "deferred",
+        "offload": {"optimizer": "cpu"},
+        "communication": {"gradients": "int8"},
+        "wrap": {"classes": "A,B"},
+        "precision": {"param_dtype": torch.bfloat16},
+        "timeout": "60",
+    }
+    made = ShardConfig(**values)
+    assert made == ShardConfig.from_dict(values)
+    assert made.accumulate is Accumulate.DEFERRED
+    assert made.offload.optimizer is OffloadConfig(optimizer="cpu").optimizer is Tier.CPU  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"offload.optimizer: 'gpu' is not one of none, cpu, nvme"):
+        OffloadConfig(optimizer="gpu")  # type: ignore[arg-type]
 
 
 def test_sections_of_accelerates_own_are_left_to_it() -> None:
