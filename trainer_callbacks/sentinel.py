@@ -63,6 +63,9 @@ class ShardSentinelCallback(TrainerCallback):
                 f"straggler_every={straggler_every}): every and straggler_every are 1 or more, spike and straggler "
                 "more than 1, window 5 or more."
             )
+        known = [each.value for each in Action]
+        if not isinstance(action, Action) and action not in known:
+            raise ValueError(f"ShardSentinelCallback: action is {action!r}; use one of {', '.join(known)}.")
         self.every, self.spike, self.action = every, spike, Action(action)
         self.straggler, self.straggler_every = straggler, straggler_every
         self._losses: deque[float] = deque(maxlen=window)

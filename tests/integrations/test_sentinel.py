@@ -176,5 +176,5 @@ def test_options_that_make_no_sense_are_refused() -> None:
         ShardSentinelCallback(every=0)
     with pytest.raises(ValueError, match=r"straggler=1\.0"):
         ShardSentinelCallback(straggler=1.0)
-    with pytest.raises(ValueError, match="shout"):
+    with pytest.raises(ValueError, match="action is 'shout'; use one of warn, stop, raise"):
         ShardSentinelCallback(action="shout")

@@ -18,6 +18,7 @@ from ourshard.flags import sources
 from ourshard.flags.native import KEYS, dump
 from ourshard.flags.result import from_values, merge
 from ourshard.flags.sources import SECTIONS, for_environment, from_environment, from_text, read, resolve, variables
+from ourshard.integrations.plugin import ShardPlugin
 from ourshard.values import flatten, unflatten
 
 from tests.commands import ROOT
@@ -123,6 +124,12 @@ def test_fsdp_deepspeed_and_native_sections_join_when_they_agree() -> None:
     document["ourshard_config"] = {"stage": 2}
     with pytest.raises(ValueError, match=r"a.yaml: ourshard_config gives 2, but a.yaml: fsdp_config: .* gives 3"):
         read(document, "a.yaml")
+
+
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
+def test_a_plugin_that_clips_to_no_norm_is_refused(norm: float) -> None:
+    with pytest.raises(ValueError, match="gradient_clipping is .* above 0, or None"):
+        ShardPlugin(gradient_clipping=norm)
 
 
 def test_a_config_that_is_made_by_hand_is_the_one_of_a_file() -> None:

@@ -39,6 +39,8 @@ class ShardPlugin:
         self, config: ShardConfig | Mapping[str, Any] | None = None, gradient_clipping: float | None = None
     ) -> None:
         self.config = _read(config)
+        if gradient_clipping is not None and not gradient_clipping > 0:
+            raise ValueError(f"ShardPlugin: gradient_clipping is {gradient_clipping!r}; give a norm above 0, or None.")
         self.gradient_clipping = gradient_clipping
         self.counts = False
         self._changes = weakref.WeakKeyDictionary()
