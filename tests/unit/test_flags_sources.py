@@ -128,7 +128,7 @@ def test_fsdp_deepspeed_and_native_sections_join_when_they_agree() -> None:
 
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
 def test_a_plugin_that_clips_to_no_norm_is_refused(norm: float) -> None:
-    with pytest.raises(ValueError, match="gradient_clipping is .* above 0, or None"):
+    with pytest.raises(ValueError, match=r"gradient_clipping is .* above 0, or None"):
         ShardPlugin(gradient_clipping=norm)
 
 
