@@ -37,6 +37,7 @@ MODEL = PARAM  # the group of files that hold parameters and buffers, under one 
 PLAIN = ""  # the group of files that hold no tensors
 
 _SEAL = re.compile(rb'\{"digest": "([0-9a-f]{32})", "body": ')
+_LARGEST_WORLD = 1 << 20  # nobody has more; lists of as many ranks are made
 _CARRIED = ("versions", "ties", "param_groups", "param_state", "scheduler", "scaler", "client_state", "adapter_config")
 
 
@@ -241,6 +242,11 @@ def _check_kinds(body: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
     numbers = [body[name] for name in ("world_size", "stage", "step")] + body["ranks"]
     if not all(number is None or (type(number) is int and number >= 0) for number in numbers):
         raise CheckpointError("world_size, stage, step and ranks have to be counts")
+    world, ranks = body["world_size"] or 0, body["ranks"]
+    if world > _LARGEST_WORLD or len(set(ranks)) < len(ranks) or any(rank >= world for rank in ranks):
+        raise CheckpointError(
+            f"ranks have to be numbers of a world of at most {_LARGEST_WORLD}, each once"
+        )
     for name in ("versions", "ties", "param_state", "client_state"):
         if not isinstance(carried[name], dict):
             raise CheckpointError(f"{name} has to be a table")
