@@ -226,6 +226,34 @@ def test_a_rank_that_fails_fails_all_and_the_last_checkpoint_stays(ranks: Any, t
         assert source.description.step == 3
 
 
+def save_where_old_ones_stay(root: str, asynchronous: bool) -> list[str]:
+    import logging
+
+    import ourshard
+
+    def refuse() -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", "older")
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    model, optimizer = made({"stage": 3, "checkpoint": {"asynchronous": asynchronous}})
+    logging.getLogger("ourshard").addHandler(handler)
+    ourshard.save(model, optimizer, f"{root}/step", then=refuse)
+    ourshard.wait_for_save()
+    logging.getLogger("ourshard").removeHandler(handler)
+    ourshard.load(model, optimizer, f"{root}/step")
+    return logged
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
+def test_old_checkpoints_that_cannot_be_removed_do_not_fail_the_new_one(
+    ranks: Any, tmp_path: Path, asynchronous: bool
+) -> None:
+    (logged,) = ranks(1)(save_where_old_ones_stay, str(tmp_path), asynchronous)
+    assert [text for text in logged if "step is complete, but clearing up after it failed: [Errno 1]" in text]
+
+
 def load_a_rate_in_a_tensor(root: str) -> tuple[bool, list[float]]:
     import ourshard
 

@@ -244,9 +244,7 @@ def _check_kinds(body: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
         raise CheckpointError("world_size, stage, step and ranks have to be counts")
     world, ranks = body["world_size"] or 0, body["ranks"]
     if world > _LARGEST_WORLD or len(set(ranks)) < len(ranks) or any(rank >= world for rank in ranks):
-        raise CheckpointError(
-            f"ranks have to be numbers of a world of at most {_LARGEST_WORLD}, each once"
-        )
+        raise CheckpointError(f"ranks have to be numbers of a world of at most {_LARGEST_WORLD}, each once")
     for name in ("versions", "ties", "param_state", "client_state"):
         if not isinstance(carried[name], dict):
             raise CheckpointError(f"{name} has to be a table")

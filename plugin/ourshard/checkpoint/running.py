@@ -64,7 +64,7 @@ def save(
     their own, each gets the rows of its own ranks: Note [Disks of nodes]. If a rank fails, all raise, and nothing is
     left; an existing `folder` is replaced if `replace`, and stays until the new one is complete. With
     `checkpoint.asynchronous` it returns when all is copied to host memory: Note [Background saves]. Rank 0 calls `then`
-    when the folder is in its place.
+    when the folder is in its place, and logs an OSError of it.
     """
     if not skips(_engine(model)):
         write(model, optimizer, folder, client_state=client_state, replace=replace, io=io, then=then)
@@ -103,8 +103,11 @@ def write(
             temporary, found, ranks=disk.ranks, mesh=mesh, config=engine.config.to_dict(), token=disk.token
         )
         commit.publish(temporary, final, manifest, replace=replace, io=io)
-        if then is not None:
-            then()
+        try:
+            if then is not None:
+                then()
+        except OSError as error:  # the checkpoint is there all the same
+            logger.error("%s is complete, but clearing up after it failed: %s", final, error)
 
     try:
         with together(engine, f"save: {'staging' if background else 'writing'} {final.name}", _count(optimizer)):

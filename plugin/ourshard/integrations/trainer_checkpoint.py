@@ -148,12 +148,9 @@ def hashes_of(folder: Path) -> dict[str, str]:
 def _clear_up(folder: Path, limit: int | None, kept: list[Path]) -> None:
     """Name the checkpoint that is now in its place the latest, and remove old ones. On rank 0, without collectives."""
     root, inner = folder.parent, sharded_folder(Path(), 0).name
-    try:
-        commit.set_latest(root, folder.name)
-        for path in commit.retain(root, limit, inner=inner, besides=kept) if limit is not None and limit > 0 else ():
-            logger.info("Removed %s: save_total_limit is %d.", path, limit)
-    except OSError as error:
-        logger.error("%s is complete, but clearing up after it failed: %s", folder, error)
+    commit.set_latest(root, folder.name)
+    for path in commit.retain(root, limit, inner=inner, besides=kept) if limit is not None and limit > 0 else ():
+        logger.info("Removed %s: save_total_limit is %d.", path, limit)
 
 
 def _say_lost(trainer: Any, problem: str) -> None:
