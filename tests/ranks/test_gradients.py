@@ -60,6 +60,20 @@ def test_gradients_thrown_away_without_a_step_do_not_come_back(ranks, config, by
     ranks(2)(skip_a_step, config, by)
 
 
+def zeroed_by_a_fresh_optimizer() -> float:
+    from ourshard import shard_model
+
+    model = shard_model(toy(), {"stage": 3, "persist_below": 0})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    square_loss(model, part(joined(0))).backward()
+    optimizer.zero_grad(set_to_none=False)
+    return sum(p.grad.local.abs().sum().item() for p in model.parameters())
+
+
+def test_an_optimizer_that_never_stepped_can_zero_gradients_in_one_call(ranks):
+    assert ranks(2)(zeroed_by_a_fresh_optimizer) == [0.0, 0.0]
+
+
 def throw_away_while_accumulating(config: dict[str, Any], by: str) -> None:
     both = pair(config, toy, momentum)
     for step in range(4):

@@ -158,6 +158,18 @@ def test_a_rehearsal_counts_what_the_ledger_counts(name: str, ranks: Callable[..
 
 
 @pytest.mark.ranks
+def test_a_rehearsal_of_one_rank_with_a_part_on_the_host_counts_what_the_ledger_counts(
+    ranks: Callable[..., Any],
+) -> None:
+    """Parameters whose masters stay on the device do not stay whole beside them: `params` says they should not."""
+    offload = {**BOTH["offload"], "optimizer_ratio": 0.5}
+    values = {"stage": 3, "persist_below": 0, "wrap": {"merge": 0}, **HALF, "offload": offload}
+    seen: Seen = ranks(1)(train, values, "", 1, timeout=60)[0]
+    assert seen.held["slot"] == 0
+    compare(seen, *rehearse(values, "", 1, MeshSizes(1)))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_rehearsal_of_a_hybrid_mesh_counts_what_the_ledger_counts(
     micro_batches: int, ranks: Callable[..., Any]

@@ -355,6 +355,10 @@ class ShardGradient(Resting, torch.Tensor):
             with torch.no_grad():
                 func(self.local, *args[1:], **kwargs)  # every rank changes its rows alike
             return self
+        if func is torch._foreach_zero_:  # `zero_grad(set_to_none=False)` of an optimizer that was not adopted yet
+            for gradient in args[0]:
+                gradient.zero_()
+            return None
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             raise RuntimeError(USE_OUR_SCALER)
         return super()._called(func, args, kwargs)

@@ -233,8 +233,12 @@ class LaneStore:
 
     @property
     def gathers(self) -> bool:
-        """Say whether bringing the parameters in, again and again, takes a collective, or a copy from below."""
-        return self.placement.params is At.SHARD and (self.axis.size > 1 or self.divided or self.offloaded)
+        """Say whether the parameters are brought in again and again: by a collective, a copy from below, or a cast.
+
+        A rank that is alone casts masters on its device each time only where parameters are not to stay there.
+        """
+        apart = self.axis.size > 1 or self.divided or self.offloaded or self._shard_tier is not Tier.NONE
+        return self.placement.params is At.SHARD and apart
 
     @property
     def _has_shard(self) -> bool:
