@@ -36,7 +36,7 @@ from ourshard.runtime.handle import USE_OUR_SCALER, ShardParameter
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane, divide_now, has_hooks
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
-from ourshard.runtime.probe import TRIALS, needs_whole, steps_each_alone
+from ourshard.runtime.probe import TRIALS, can_step_in_turns, needs_whole, steps_each_alone
 
 
 class Run:
@@ -173,7 +173,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
         if any(_adoptable(p) for p in group["params"]):
             if whole is None:
                 whole = needs_whole(optimizer, group)
-            _refuse_from_disk(optimizer, group)
+            _refuse_from_disk(optimizer, group, whole)
             _adopt_group(optimizer, group, whole)
             _prefer_fused(optimizer, group)
     if whole:
@@ -184,16 +184,23 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _refuse_from_disk(optimizer: Optimizer, group: dict[str, Any]) -> None:
+def _refuse_from_disk(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> None:
     """Refuse an optimizer that can't step one lane after the other, where masters pass through memory lane by lane."""
     on_disk = any(_adoptable(p) and p._lane.on_disk for p in group["params"])
-    by_lane = can_step_by_lane(optimizer) or (steps_each_alone(type(optimizer)) and can_be_cut(optimizer))
-    if on_disk and not by_lane:
+    if on_disk and not _steps_from_disk(optimizer, group, whole):
         raise ValueError(
-            f"offload.optimizer: nvme steps lane by lane, which is known to be exact for the optimizers of torch "
-            f"(AdamW, Adam, SGD, Adafactor, Muon, ...; not LBFGS), and not for {type(optimizer).__module__}."
-            f"{type(optimizer).__name__}. Use one of those, or offload.optimizer: cpu."
+            f"offload.optimizer: nvme steps lane by lane, and {type(optimizer).__module__}.{type(optimizer).__name__} "
+            "then does not do what it does at once. Use an optimizer of torch (AdamW, Adam, SGD, Adafactor, Muon, ...; "
+            "not LBFGS) or another that keeps nothing for all parameters together, or offload.optimizer: cpu."
         )
+
+
+def _steps_from_disk(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> bool:
+    if not can_be_cut(optimizer):
+        return False
+    if whole:
+        return steps_each_alone(type(optimizer))
+    return can_step_by_lane(optimizer) or can_step_in_turns(optimizer, group)
 
 
 def put_away(optimizer: Optimizer, stepped: torch.Tensor) -> None:
@@ -415,10 +422,11 @@ def _steps_rows(optimizer: Optimizer) -> bool:
 def _lanes_on_host(optimizer: Optimizer) -> list[Lane]:
     """Return the lanes to be stepped one by one, in the order of forward; none where the step can't be cut."""
     engines = [engine for engine in engines_of(optimizer) if engine.host is not None or engine.disk is not None]
-    if not engines or not can_step_by_lane(optimizer):
+    if not engines:
         return []
     units = [unit for engine in engines for unit in (*engine.rooted, *engine.units)]
-    lanes = [lane for unit in dict.fromkeys(units) for lane in unit.lanes if lane.offloaded]
+    here = can_step_by_lane(optimizer)  # others, too, from a disk: those that can't were refused
+    lanes = [lane for unit in dict.fromkeys(units) for lane in unit.lanes if lane.offloaded and (here or lane.on_disk)]
     return [lane for lane in lanes if any(run.optimizer() is optimizer for run in lane.runs)]
 
 

@@ -42,6 +42,22 @@ def steps_each_alone(kind: type[Optimizer]) -> bool:
     )
 
 
+def can_step_in_turns(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Say whether an optimizer that steps some of its parameters, and then the others, does what it does at once.
+
+    One that counts its steps for all parameters together does not. Tried on small tensors.
+    """
+    kind, options, own = type(optimizer), _constructor_options(optimizer, group), _own_options(optimizer, group)
+    (first, *grads), (second, *others) = _tensors(0), _tensors(1)
+    both = list(zip(grads, others, strict=True))
+    try:
+        at_once = _stepped(kind, options, own, [first, second], both)
+        in_turns = _stepped(kind, options, own, [first, second], both, in_turns=True)
+    except Exception:
+        return False
+    return all(map(torch.equal, at_once, in_turns))
+
+
 def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
     """Return why an optimizer can't step flat pieces, or None if it can. Cached by class and options."""
     declared = getattr(optimizer, "elementwise", None)
@@ -111,6 +127,8 @@ def _stepped(
     own: dict[str, Any],
     values: Sequence[torch.Tensor],
     steps: Sequence[Sequence[torch.Tensor | None]],
+    *,
+    in_turns: bool = False,
 ) -> list[torch.Tensor]:
     """Return `values` after some steps, with one gradient, or None, for each value in each step."""
     parameters = [nn.Parameter(value.clone()) for value in values]
@@ -121,5 +139,7 @@ def _stepped(
     for grads in steps:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = None if grad is None else grad.clone()
-        optimizer.step()
+        for shown in [[each] for each in parameters] if in_turns else [parameters]:
+            optimizer.param_groups[0]["params"][:] = shown
+            optimizer.step()
     return [parameter.detach() for parameter in parameters]
