@@ -47,12 +47,19 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+_MANY = 60  # names; more would hide what is wrong
+
+
 def nearest(name: str, names: typing.Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the closest of `names`, or all of them when none is close."""
+    """Return ` Did you mean 'x'?` for the closest of `names`, or all, if they are few, when none is close."""
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     close = close or [longer for longer in known if len(name) > 3 and name.lower() in longer.lower()]
-    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return (
+        f" Known: {', '.join(known)}." if len(known) <= _MANY else f" None of the {len(known)} known names is like it."
+    )
 
 
 def build(cls: type, values: Any, prefix: str) -> Any:

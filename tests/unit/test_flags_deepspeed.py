@@ -77,6 +77,7 @@ def test_auto_never_reaches_the_result_whatever_key_it_stands_on(flag: Any) -> N
         (zero(stage="auto"), r'ds_config: zero_optimization.stage: "auto" has nobody to follow'),
         ({"zero_optimization": 3}, r"ds_config: zero_optimization: expected keys and values, got 3. Its keys: stage,"),
         ({"bf16": True}, r"ds_config: bf16: expected keys and values, got True. Its keys: enabled,"),
+        ({"qwertz": 1, "zero_optimization": {}}, r"Unknown DeepSpeed key 'qwertz'. None of the 1\d\d known names"),
         (zero(offload_param={"devise": "cpu"}), r"ds_config: Unknown.*offload_param.devise'.*offload_param.device'"),
         ({"gradient_clipping": -1}, r"ds_config: gradient_clipping: -1.0 is too small"),
         ({"gradient_accumulation_steps": 0}, r"ds_config: gradient_accumulation_steps: 0 is too small"),

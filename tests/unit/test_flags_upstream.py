@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import inspect
@@ -135,6 +136,31 @@ def test_each_field_of_deepspeeds_own_models_has_a_verdict() -> None:
             for spelling in {name, field.alias or name}:
                 key = f"{prefix}.{spelling}"
                 assert DEEPSPEED.is_section(key) or DEEPSPEED.find(key).reason
+
+
+def keys_read_in(source: str, named: Any) -> set[str]:
+    """Return the keys that a module's code looks up at the top of a config; `named` returns a constant by its name."""
+    found: list[ast.expr] = []
+    top = ("param_dict", "param_dict.keys()", "self._param_dict")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "get_scalar_param":
+            found += node.args[1:2] if ast.unparse(node.args[0]) in top else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).removesuffix(".get") in top:
+            found += node.args[:1]
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) in top:
+            found.append(node.left)
+    keys = {key.value if isinstance(key, ast.Constant) else named(ast.unparse(key)) for key in found}
+    return {key for key in keys if isinstance(key, str)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_each_key_that_deepspeeds_own_config_looks_up_has_a_verdict() -> None:
+    from deepspeed.runtime import config
+
+    keys = keys_read_in(inspect.getsource(config), lambda name: getattr(config, name, None))
+    assert len(keys) > 25
+    for key in keys:
+        assert DEEPSPEED.is_section(key) or DEEPSPEED.find(f"{key}.x" if key not in DEEPSPEED.by_spelling else key)
 
 
 # Keys that DeepSpeed 0.19.8 reads from the top of a ds_config.json, and those that earlier versions documented.
