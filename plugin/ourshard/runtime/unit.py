@@ -82,7 +82,7 @@ class Unit:
         self.held = False
         self.pinned = 0  # `gathered(...)` contexts around it
         self.calls = _Calls()
-        self._begun: list[weakref.ref[Call]] = []  # calls whose backward has
+        self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward has
         self.entered: list[Entry] = []  # calls whose forward is under way
         self.running = False
         self.passed = 0  # modules whose forward is over in this pass
@@ -328,10 +328,8 @@ class Unit:
 
     def close(self) -> None:
         """Forget the calls whose backward is over."""
-        for begun in self._begun:
-            call = begun()
-            if call is not None:
-                call.close()
+        for call in list(self._begun):
+            call.close()
         self._begun.clear()
         if self._passage is not None:
             self._close_passage()
@@ -367,7 +365,7 @@ class Unit:
         """Run as a hook on the outputs of a call (or of a read from outside): a gradient is about to enter the unit."""
         if call is not None and not call.begun:
             call.begun = True
-            self._begun.append(weakref.ref(call))
+            self._begun.add(call)
         self.before_backward()
 
     def watch(self, outputs: Any) -> bool:
