@@ -196,12 +196,16 @@ class OffloadConfig:
             raise ValueError(f"offload.overlap_step needs offload.optimizer: cpu; it is {self.optimizer.value}: {why}.")
         if not 0.0 <= self.optimizer_ratio <= 1.0:
             raise ValueError(f"offload.optimizer_ratio: {self.optimizer_ratio!r} is not between 0 and 1.")
-        if Tier.NVME in (self.optimizer, self.params) and not self.nvme_path:
+        if Tier.NVME in self.tiers and not self.nvme_path:
             raise ValueError("offload: nvme needs offload.nvme_path, a folder on a local disk.")
 
     @property
+    def tiers(self) -> tuple[Tier, Tier]:
+        return self.optimizer, self.params
+
+    @property
     def active(self) -> bool:
-        return (self.optimizer, self.params) != (Tier.NONE, Tier.NONE)
+        return self.tiers != (Tier.NONE, Tier.NONE)
 
 
 @dataclass(frozen=True, slots=True)

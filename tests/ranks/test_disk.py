@@ -405,6 +405,24 @@ def unprivileged(folder: str) -> str:
     return str(caught.value)
 
 
+def without_a_model(folder: str) -> str:
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    try:
+        Accelerator(ourshard_plugin=ShardPlugin({"stage": 3, "offload": disk(folder)}))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_is_none_is_refused_before_a_model_is_there(ranks, tmp_path):
+    """I14."""
+    for said in ranks(2)(without_a_model, str(tmp_path / "none")):
+        assert "none is not a folder; make it, on a local disk, on every machine" in said
+    assert ranks(2)(without_a_model, str(tmp_path)) == ["", ""]
+
+
 def test_a_folder_without_permission_is_refused(ranks):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)

@@ -13,14 +13,16 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.nn.functional  # takes a reference to the default group into its signatures, if there is one
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 
+from ourshard.config import Tier
 from ourshard.integrations import ending, models
 from ourshard.integrations.advising import advised
 from ourshard.integrations.arguments import take_plugin
@@ -28,6 +30,7 @@ from ourshard.integrations.joining import JoiningMixin
 from ourshard.integrations.optimizer import ShardOptimizer, refuse_fused_backward, unscale_once, with_sharding
 from ourshard.integrations.plugin import ShardPlugin
 from ourshard.integrations.saving import SavingMixin
+from ourshard.offload.preflight import why_not
 from ourshard.runtime import api
 from ourshard.runtime.scaler import ShardGradScaler
 
@@ -52,6 +55,7 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
         super().__init__(*args, **kwargs)
         self._check_world()
         self._check_engines()
+        self._check_disk()
         self.state.ourshard_plugin = self.ourshard_plugin
         self._use_agreeing_scaler()
         ending.watch()
@@ -81,6 +85,14 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
                 "config instead."
             )
         models.check_parallelism(self.parallelism_config)
+
+    def _check_disk(self) -> None:
+        """Refuse on all ranks a folder that is no use to any, before a model is loaded. Its space needs the model."""
+        folder = self.ourshard_plugin.config.offload.nvme_path
+        if folder is not None and Tier.NVME in self.ourshard_plugin.config.offload.tiers:
+            errors = [error for error in gather_object([why_not(Path(folder))]) if error]
+            if errors:
+                raise ValueError(errors[0])
 
     def _use_agreeing_scaler(self) -> None:
         """Replace the loss scaler by one whose overflow all ranks agree on; fp16 on CPUs gets one too."""

@@ -50,7 +50,7 @@ def check_disk(engine: Engine, folder: Path, wanted: DiskNeed) -> None:
     `wanted`: by this rank. Ranks that share a filesystem need its space together.
     """
     control = engine.control
-    control.check(_why_not(folder), "checking offload.nvme_path")
+    control.check(why_not(folder), "checking offload.nvme_path")
     where, free = (socket.gethostname(), folder.stat().st_dev), shutil.disk_usage(folder).free
     need = _Need(where, wanted.nbytes, wanted.with_states(_ADAMW), free)
     told = control.gather_objects(need, "comparing the space of offload.nvme_path")
@@ -69,7 +69,8 @@ def check_disk(engine: Engine, folder: Path, wanted: DiskNeed) -> None:
         _tell(room, wanted, speed)
 
 
-def _why_not(folder: Path) -> str | None:
+def why_not(folder: Path) -> str | None:
+    """Say why nothing can be kept in a folder, whatever its space; None where something can."""
     if not os.path.isdir(folder):  # Path.is_dir raises where a folder above may not be looked into
         return f"offload.nvme_path: {folder} is not a folder; make it, on a local disk, on every machine."
     if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):

@@ -49,7 +49,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     layouts = with_tiers([plan_lanes(entry.parameters, engine) for entry in stock], config.offload)
     if config.offload.active:
         check_host(engine, model, host_need(layouts, config.offload, mesh.shard.size))
-    if Tier.NVME in (config.offload.optimizer, config.offload.params):
+    if Tier.NVME in config.offload.tiers:
         engine.disk = open_disk(engine, disk_need(layouts, config.offload, mesh.shard.size))
     readable = _readable(stock, engine)
     for index, (entry, layout) in enumerate(zip(stock, layouts, strict=True)):
