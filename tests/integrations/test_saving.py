@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,3 +237,21 @@ def resume_after_a_crash(folder: str) -> tuple[list[float], list[float]]:
 def test_a_save_that_did_not_finish_is_skipped(ranks, tmp_path):
     for expected, found in ranks(2)(resume_after_a_crash, str(tmp_path)):
         assert found == expected
+
+
+def save_quantized(folder: str) -> str:
+    """Save a base of which a quantizer made the weights, as `get_base_model().save_pretrained` of a PEFT model does."""
+    from tests.integrations.trainer_runs import llama
+
+    model = llama()
+    model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="bitsandbytes"))
+    shard_model(model, {"stage": 3})
+    with pytest.raises(ValueError, match="are quantized") as caught:
+        model.save_pretrained(folder)
+    return str(caught.value)
+
+
+def test_a_quantized_base_is_not_saved_without_what_tells_how_to_read_it(ranks, tmp_path):
+    for said in ranks(2)(save_quantized, str(tmp_path)):
+        assert "save the adapters (`trainer.save_model`" in said
+    assert list(tmp_path.iterdir()) == []

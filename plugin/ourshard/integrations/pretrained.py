@@ -32,7 +32,7 @@ def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
 
     Raises:
         DesyncError: another rank does not save, but waits for something else; within seconds, naming both.
-        ValueError: a distributed checkpoint in DCP's format is asked for.
+        ValueError: a distributed checkpoint in DCP's format is asked for, or the model's weights are quantized.
     """
     if _is_whole(arguments.get("state_dict")) or not engines_in(model):
         save(model, **arguments)
@@ -41,6 +41,7 @@ def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
         raise ValueError(
             "save_pretrained: distributed_checkpoint=True is torch FSDP's; leave it out, ourshard gathers."
         )
+    _refuse_codes(model)
     writers = _writers(model, arguments)
     writes, dtype = _is_among(writers, model, arguments), save_dtype(model)
     state = None
@@ -51,6 +52,17 @@ def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
             save(model, **{**arguments, "state_dict": state, "is_main_process": True})
         if writes:
             _agree_with_config(model, dtype, arguments["save_directory"])
+
+
+def _refuse_codes(model: Any) -> None:
+    """Refuse a quantized base in shards: transformers would take what its quantizer says in place of what is given."""
+    in_shards = any(isinstance(parameter, ShardParameter) for parameter in model.parameters())
+    if in_shards and vars(model).get("hf_quantizer") is not None and _adapter_names(model) is None:
+        raise ValueError(
+            "save_pretrained: the weights of this base are quantized, and what tells how to read them is not sharded "
+            "with them. Training does not change it: save the adapters (`trainer.save_model`, or the PEFT model's own "
+            "save_pretrained), and load them over the base that you loaded here."
+        )
 
 
 def _ending_together(model: nn.Module) -> AbstractContextManager[None]:
