@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from ourshard.checkpoint.conversion import convert
 from ourshard.checkpoint.manifest import NAME, seal, unseal
 from ourshard.checkpoint.sharded import ShardedSource
 from ourshard.checkpoint.source import PARAM, CheckpointError, TensorKey
+from safetensors.torch import load_file
 
 from tests.checkpoint.making import make_state, save
 
@@ -82,6 +84,29 @@ def test_a_read_that_verifies_refuses_the_damaged_piece_and_no_other(folder: Pat
         assert key in source.tensors
     with ShardedSource(folder) as source:
         source.read(key)
+
+
+def test_a_conversion_refuses_damaged_rows_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    path = folder / "shard-00001-model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"shard-00001.* is damaged: the hash of"):
+        convert(folder, tmp_path / "out", to="safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_without_their_manifest_are_read_if_they_are_all_there(folder: Path, tmp_path: Path) -> None:
+    """A lost last shard once gave a model of half the rows, and no word."""
+    convert(folder, tmp_path / "whole", to="safetensors")
+    (folder / NAME).unlink()
+    convert(folder, tmp_path / "same", to="safetensors")
+    whole, same = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "same"))
+    assert whole.keys() == same.keys()
+    assert all(torch.equal(value, same[key]) for key, value in whole.items())
+    (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no ourshard\.json, and of the 2 shards .* shard-00002 is missing"):
+        convert(folder, tmp_path / "half", to="safetensors")
 
 
 def readable(source: ShardedSource, key: TensorKey) -> bool:

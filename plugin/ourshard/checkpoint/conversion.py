@@ -89,13 +89,18 @@ class Selection:
             raise ValueError("base is the model that an adapter is merged into: give merge_adapter too")
 
     def open(self, src: Path) -> Source:
-        """Open the checkpoint, at the model that is chosen."""
-        return detect(src, model=self.model)
+        """Open the checkpoint, at the model that is chosen. What is read of it is checked, where it has hashes."""
+        source = detect(src, model=self.model)
+        source.check_reads()
+        return source
 
     def of(self, source: Source) -> Source:
         """Return the source as it is to be written."""
         if self.merge_adapter:
-            source = merged(source, detect(self.base) if self.base is not None else None)
+            base = detect(self.base) if self.base is not None else None
+            if base is not None:
+                base.check_reads()
+            source = merged(source, base)
         if self.ties:
             source = view.with_ties(source, self.ties)
         if self.weights_only:

@@ -70,7 +70,9 @@ class ShardedSource(Source):
         except CheckpointError as error:
             raise CheckpointError(f"{path / NAME}: {error}") from error
         self._pool = FilePool(path, {record.path: record.nbytes for record in self.manifest.files})
-        self._unchecked = {piece for pieces in self._pieces.values() for piece in pieces} if verify_reads else set()
+        self._unchecked: set[Piece] = set()
+        if verify_reads:
+            self.check_reads()
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
@@ -139,6 +141,10 @@ class ShardedSource(Source):
             return {}
         path = self.path / name
         return plain.decode(unseal(path.read_bytes(), path))
+
+    def check_reads(self) -> None:
+        """Check the hash of each piece when a read first touches it."""
+        self._unchecked = {piece for pieces in self._pieces.values() for piece in pieces}
 
     def verify_files(self, share: slice = slice(None)) -> Iterator[tuple[str, str | None]]:
         """Check every byte of every file against the manifest, and that the pieces are the whole of each tensor.

@@ -195,6 +195,10 @@ class Source(ABC):
         """
         yield from ()
 
+    def check_reads(self) -> None:
+        """Check what is read from now on against the hashes that the format keeps; most keep none."""
+        return None
+
     def refuse_damage(self, share: slice = slice(None)) -> None:
         """Raise CheckpointError unless every file is as its own record says; `share`: where ranks divide the work.
 

@@ -27,6 +27,7 @@ from .stored import Bytes, Readable, contiguous
 _SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors")
 _SHARDED = "sharded"  # where torch puts the shards if it also writes whole files
 _CUSTOM = "DCP_SHARDING_INFO"
+_OURS = "ourshard"  # what our own shards say of themselves: read here where their manifest is lost
 
 
 class HfShardsSource(ForeignSource):
@@ -67,8 +68,11 @@ def _read_shards(folder: Path) -> tuple[dict[str, Readable], int]:
         lost = next(rank for rank in range(1, ranks[-1] + 1) if rank not in ranks)
         raise CheckpointError(f"{folder}: shard-{lost:05d} is missing")
     found: dict[str, dict[tuple[int, ...], tuple[Any, Path]]] = {}
+    ours: list[dict[str, Any]] = []
     for path in files:
         header = read_header(path)
+        if _OURS in header.metadata:
+            ours.append(_own_words(path, header.metadata[_OURS]))
         offsets = _offsets(path, header.metadata)
         for entry in header.entries:
             place = offsets.get(entry.name, (0,) * len(entry.shape))
@@ -76,7 +80,38 @@ def _read_shards(folder: Path) -> tuple[dict[str, Readable], int]:
                 raise CheckpointError(f"{path}: {entry.name} has offsets {place} and shape {entry.shape}")
             if 0 not in entry.shape or entry.name not in found:
                 found.setdefault(entry.name, {}).setdefault(place, (entry, path))
-    return {name: _join(name, pieces, folder) for name, pieces in found.items()}, len(ranks)
+    joined = {name: _join(name, pieces, folder) for name, pieces in found.items()}
+    if not ours:
+        return joined, len(ranks)
+    return joined, _refuse_lost(folder, ours, joined)
+
+
+def _own_words(path: Path, text: str) -> dict[str, Any]:
+    try:
+        words = json.loads(text)
+        return {"rank": int(words["rank"]), "world_size": int(words["world_size"]), "shapes": dict(words["shapes"])}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {_OURS} is damaged: {error}") from error
+
+
+def _refuse_lost(folder: Path, ours: list[dict[str, Any]], joined: dict[str, Readable]) -> int:
+    """Refuse what is left of a checkpoint of ours unless it is the whole; return the ranks that wrote it.
+
+    A rank without rows has no file, so its absence can't be told from a loss: without the manifest it is one.
+    """
+    world = ours[0]["world_size"]
+    lost = sorted(set(range(world)) - {words["rank"] for words in ours})
+    if lost:
+        raise CheckpointError(
+            f"{folder} has no ourshard.json, and of the {world} shards that were written shard-{lost[0] + 1:05d} is "
+            "missing: the save did not finish, or files were lost. Take an older checkpoint."
+        )
+    for name, shape in ((name, shape) for words in ours for name, shape in words["shapes"].items()):
+        if list(joined[name].shape) != list(shape):
+            raise CheckpointError(
+                f"{folder} has no ourshard.json, and of {name} only {tuple(joined[name].shape)} of {tuple(shape)}."
+            )
+    return world
 
 
 def _offsets(path: Path, metadata: Any) -> dict[str, tuple[int, ...]]:
