@@ -35,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ourshard3-keep": {"stage": 3, "reshard_after_forward": False},
     "ourshard-hybrid": {"stage": 3, "shard_size": 2},
     "ourshard3_offload_optimizer": {"stage": 3, "offload": {"optimizer": "cpu"}},
+    "ourshard3_offload_overlap": {"stage": 3, "offload": {"optimizer": "cpu", "overlap_step": True}},
     "ourshard3_offload_half": {"stage": 3, "offload": {"optimizer": "cpu", "optimizer_ratio": 0.5}},
     "ourshard3_offload_all": {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
 }
