@@ -101,7 +101,8 @@ def sweep(values: Tensor, block: int | None, device: torch.device, repeats: int)
         name, (run, _) = list(cases(codec, values).items())[0 if stochastic else -1]
         parts = (1,) if stochastic else (4, 8)
         for tile, warps, together in itertools.product((2048, 4096, 8192), (4, 8), parts):
-            codec_triton.TILE_NUMEL, codec_triton.WARPS, codec_triton.TOGETHER = tile, warps, together
+            codec_triton.TILE_NUMEL, codec_triton.TOGETHER = tile, together
+            codec_triton.WARPS = codec_triton.SUM_WARPS = warps
             seconds = seconds_of(run, device, repeats)
             label = kind.value + (", stochastic" if stochastic else "")
             table.add_row(label, name, str(tile), str(warps), str(together), f"{1e3 * seconds:.4f}")

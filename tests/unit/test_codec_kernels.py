@@ -78,7 +78,7 @@ def test_kernels_give_the_bits_of_the_reference(
     codec_torch.decode(codec, expected, expected_result, PARTS)
     assert same_bits(result.cpu(), expected_result)
 
-    for parts in (PARTS, 2 * PARTS, 1):  # as many loads together as divide it
+    for parts in (PARTS, 2 * PARTS, 8, 1):  # as many loads together as divide it
         several = message[: message.numel() // PARTS].repeat(parts)
         result = torch.full((values.numel() // PARTS,), torch.nan, dtype=dtype, device=device)
         total = torch.full_like(result, torch.nan, device="cpu")

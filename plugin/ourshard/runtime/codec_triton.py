@@ -16,7 +16,9 @@ from ourshard.runtime.codec import BlockCodec
 # Elements of a tile. With 4 warps each thread holds 32: enough loads in flight, no spills.
 TILE_NUMEL = 4096
 WARPS = 4
-TOGETHER = 4  # parts of a sum whose loads are under way at once, where that divides their number
+# A sum holds its totals beside what is loaded: fewer elements a thread, so that more threads fit on a processor.
+SUM_WARPS = 8
+TOGETHER = 8  # parts of a sum whose loads are under way at once, where that divides their number
 # From here on (Ada, Hopper) an NVIDIA device converts float32 to float8_e4m3fn.
 FP8_CAPABILITY = (8, 9)
 _KINDS = {Codec.INT8: codec_kernels.INT8, Codec.INT4: codec_kernels.INT4, Codec.FP8: codec_kernels.FP8}
@@ -31,17 +33,18 @@ def encode(codec: BlockCodec, src: Tensor, out: Tensor, seed: int, parts: int) -
         "INVERSE_LIMIT": 1.0 / codec.limit,
         "LARGEST_SCALE": codec.largest_scale,
         "FP8_CAST": _fp8_cast(src) and not codec.stochastic,
+        "num_warps": WARPS,
     }
     _launch(codec, codec_kernels.encode, src, out, parts, signed_seed, **constants)
 
 
 def decode(codec: BlockCodec, src: Tensor, out: Tensor, parts: int) -> None:
-    _launch(codec, codec_kernels.decode, out, src, parts)
+    _launch(codec, codec_kernels.decode, out, src, parts, num_warps=WARPS)
 
 
 def decode_sum(codec: BlockCodec, src: Tensor, out: Tensor, scale: float, parts: int) -> None:
     together = math.gcd(parts, TOGETHER)
-    _launch(codec, codec_kernels.decode_sum, out, src, 1, float(scale), parts, TOGETHER=together)
+    _launch(codec, codec_kernels.decode_sum, out, src, 1, float(scale), parts, TOGETHER=together, num_warps=SUM_WARPS)
 
 
 def _fp8_cast(tensor: Tensor) -> bool:
@@ -74,6 +77,5 @@ def _launch(
             GROUP=group,
             # Of each message in bytes, which compilers don't see; as much as one load or store takes at most.
             ALIGN=math.gcd(message.data_ptr(), part_nbytes, 16),
-            num_warps=WARPS,
             enable_fp_fusion=False,  # the bits would differ from the reference's
         )
