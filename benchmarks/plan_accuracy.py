@@ -11,6 +11,8 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +63,19 @@ class Comparison:
 def results(paths: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield the measured runs that can be predicted, each once."""
     seen: set[tuple[str, str, float]] = set()
-    for line in (line for path in paths for line in path.read_text().splitlines()):
-        result = json.loads(line)
+    for result in (result for path in paths for result in _of_one_machine(path)):
         if result.get("engine") in CONFIGS and result.get("work") in WORKS and result.get("card") in CARDS:
             run = result["engine"], result["work"], round(result["step_ms"], 1)  # some files have more digits
             if run not in seen:
                 yield result
             seen.add(run)
+
+
+def _of_one_machine(path: Path) -> list[dict[str, Any]]:
+    """Return the runs of a file, each with the machine's start of a kernel: processes measure up to a fifth apart."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    starts = [result["start_us"] for result in found if "start_us" in result]
+    return [result | ({"start_us": statistics.mean(starts)} if starts else {}) for result in found]
 
 
 @functools.cache
@@ -82,17 +90,23 @@ def planner(work_name: str) -> Planner:
 
 def predict(result: dict[str, Any]) -> Row:
     """Predict one run."""
-    return _predict(result["engine"], result["work"], result["card"], result["world"])
+    more = {name: result.get(name) for name in ("world", "absent", "start_us")}
+    return _predict(result["engine"], result["work"], result["card"], **more)
 
 
 @functools.cache
-def _predict(engine: str, work: str, card: str, world: int) -> Row:
+def _predict(engine: str, work: str, card: str, *, world: int, absent: int | None, start_us: float | None) -> Row:
     values = dict(CONFIGS[engine])
     precision = {"param_dtype": "bfloat16", "reduce_dtype": values.pop("reduce", "float32")}
     config = ShardConfig.from_dict(
         {**values, "precision": precision, "activation_checkpointing": WORKS[work].checkpoint}
     )
-    return dataclasses.replace(planner(work), hardware=hardware_of(CARDS[card], world)).row(config)
+    hardware = hardware_of(CARDS[card], world)
+    if absent:  # collectives return at once
+        hardware = hardware.replace(link_rate=math.inf, nccl_drag=0.0)
+    if start_us is not None:
+        hardware = hardware.starting(start_us / 1e6)
+    return dataclasses.replace(planner(work), hardware=hardware).row(config)
 
 
 def print_runs(seen: list[Comparison]) -> None:

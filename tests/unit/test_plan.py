@@ -317,6 +317,14 @@ def test_a_slow_host_starves_the_gpu_and_nccl_slows_what_runs_beside_it() -> Non
     assert free * 1.1 < dragged <= free * 1.5
 
 
+def test_a_host_that_starts_kernels_in_half_the_time_takes_half_of_it_for_all_it_does() -> None:
+    usual, quick = (hardware_of("h200", 2).starting(seconds) for seconds in (48e-6, 24e-6))
+    for name in ("forward_call", "backward_call", "unit_call", "leaf_call"):
+        worst, best = getattr(usual, name)
+        assert (worst + best) / 2 == pytest.approx(sum(getattr(hardware_of("h200", 2), name)) / 2)
+        assert getattr(quick, name) == pytest.approx((worst / 2, best / 2))
+
+
 @given(rate=st.floats(1e6, 1e12), faster=st.floats(1.0, 100.0), stage=st.sampled_from([0, 1, 2, 3]))
 @settings(max_examples=30, deadline=None)
 def test_a_faster_link_is_never_slower_and_worse_is_never_better(rate: float, faster: float, stage: int) -> None:

@@ -63,6 +63,14 @@ def test_where_the_host_decides_the_step_is_within_its_error_bar(accuracy: Any) 
         assert best * 0.98 <= result["step_ms"] / 1e3 <= worst * 1.02, f"{name}: {result['step_ms']} ms"
 
 
+def test_where_the_host_decides_and_its_pace_is_told_the_step_is_within_15_percent(accuracy: Any) -> None:
+    runs = [run for run in measured(accuracy) if run["work"] in HOST_BOUND and "start_us" in run]
+    assert len(runs) >= 4
+    for result in runs:
+        seen = accuracy.Comparison(result, accuracy.predict(result))
+        assert abs(seen.time_error) < 0.15, f"{result['work']}, {result['engine']}: {seen.time_error:+.1%} off"
+
+
 def test_every_engine_that_is_predicted_is_one_that_is_measured(accuracy: Any) -> None:
     from engines import ENGINES
 

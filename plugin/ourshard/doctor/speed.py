@@ -99,5 +99,5 @@ def measure_starts(device: torch.device) -> list[Finding]:
     if device.type != "cuda":
         return []
     seconds = start_seconds(device)
-    text = f"the host starts a kernel in {seconds * 1e6:.1f} us"
+    text = f"the host starts a kernel in {seconds * 1e6:.0f} us (ourshard plan --kernel-start {seconds * 1e6:.0f})"
     return [Finding("kernel starts", text, values={"seconds": seconds})]

@@ -76,6 +76,12 @@ def plan(
         float | None, typer.Option(help="GiB of a node's memory that its ranks may take; else without a limit.")
     ] = None,
     disk: Annotated[float | None, typer.Option(help="GB/s of a node's disk; else a guess of 3.")] = None,
+    kernel_start: Annotated[
+        float | None,
+        typer.Option(
+            help="Microseconds of the host to start a kernel, as `ourshard doctor` measures; else a wide guess."
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Samples of one rank in one forward.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
     inputs: Annotated[list[str] | None, typer.Option("--input", help="NAME=SHAPE:DTYPE, for your own.")] = None,
@@ -92,7 +98,7 @@ def plan(
     try:
         measured = {"link_rate": link, "network_rate": network, "disk_rate": disk}
         sizes = {"memory": memory, "host_memory": host_memory}
-        hardware = _adjusted(hardware_of(gpu, gpus, nodes), measured, sizes)
+        hardware = _adjusted(hardware_of(gpu, gpus, nodes), measured, sizes, kernel_start)
         built = load_model(model, _options(options))
         given = dict(parse_input(text) for text in inputs or ())
         workload = Workload(make_batch(built, batch, length, given), accumulate, optimizer, mixed_precision)
@@ -120,18 +126,21 @@ def plan(
     raise typer.Exit(0 if chosen is not None else 1)
 
 
-def _adjusted(hardware: Hardware, rates: dict[str, float | None], sizes: dict[str, float | None]) -> Hardware:
-    """Put what the user knows in the place of the data sheet's numbers: rates in GB/s, sizes in GiB.
+def _adjusted(
+    hardware: Hardware, rates: dict[str, float | None], sizes: dict[str, float | None], kernel_start: float | None
+) -> Hardware:
+    """Put what the user knows in the place of the data sheet's numbers: rates in GB/s, sizes in GiB, a start in us.
 
     Raises:
         ValueError: one of them is not above 0.
     """
     given = {name: value for name, value in (rates | sizes).items() if value is not None}
-    for name, value in given.items():
+    for name, value in (given | ({"kernel_start": kernel_start} if kernel_start is not None else {})).items():
         if not 0 < value < math.inf:
             raise ValueError(f"--{name.removesuffix('_rate').replace('_', '-')}: {value} must be a number above 0.")
     changes = {name: int(value * GIB) if name in sizes else value * GB for name, value in given.items()}
-    return hardware.replace(**changes)
+    hardware = hardware.replace(**changes)
+    return hardware if kernel_start is None else hardware.starting(kernel_start / 1e6)
 
 
 def _options(given: list[str] | None) -> dict[str, Any]:

@@ -10,7 +10,9 @@ llama-1b unless said otherwise). Worst and best of what was seen; other machines
 * peer copies: 349 GB/s;
 * host, without the runtime: 46 to 82 ms for the 2,043 kernels of a forward of work small-48, 80 to 96 ms for the 3,527
   of its backward; the runtime added 2 to 74 ms for its 435 parameters, and -3 to 43 ms for the 165 of llama-1b-host.
-  The spread is between machines of one kind (runs 2, 3, 13 and 14);
+  The spread is between machines of one kind (runs 2, 3, 13 and 14). All four numbers follow the pace of the host:
+  where `starts.py` measured 32 us a kernel (27 to 38 in six processes), steps of two works at stages 1 and 3 took 0.65
+  to 0.69 of what the middles of the spans give (run 17);
 * a matrix product of 787 TFLOP/s ran at 574 beside NCCL's all-gather (Note [Peer copies] in runtime/peer.py).
 """
 
@@ -26,6 +28,9 @@ from ourshard.values import nearest
 Span = tuple[float, float]  # worst, best
 
 _NO_TIME: Span = (0.0, 0.0)
+_OF_HOST = ("forward_call", "backward_call", "unit_call", "leaf_call")
+_START = 48e-6  # what `starts.py` would measure on a host in the middle of their spans: Note [Reached]
+_START_SPREAD = 0.2  # of what it measures, between processes of one machine
 GB = 10**9
 GIB = 2**30
 
@@ -65,6 +70,12 @@ class Hardware:
             raise ValueError(f"hardware: {self.gpus} GPUs, {self.gpus_per_node} a node; both must be 1 or more.")
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(f"hardware: {self.gpus} GPUs do not fill nodes of {self.gpus_per_node}.")
+
+    def starting(self, seconds: float) -> Hardware:
+        """Return these machines with a host that starts a kernel in `seconds`, as `start_seconds` measures it."""
+        middles = {name: sum(getattr(self, name)) / 2 * seconds / _START for name in _OF_HOST}
+        spans = {name: ((1 + _START_SPREAD) * middle, (1 - _START_SPREAD) * middle) for name, middle in middles.items()}
+        return self.replace(**spans)
 
     def replaying(self) -> Hardware:
         """Return these machines as CUDA graphs of whole forwards and backwards see them: the host starts no kernel."""
