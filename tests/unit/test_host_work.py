@@ -39,8 +39,8 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-def make_step(stage: int, layers: int) -> Callable[[], None]:
-    """Return a step of a model that has settled: orders are recorded, the optimizer has its state."""
+def make_model(stage: int, layers: int, before: Callable[[nn.Module], None] = lambda model: None) -> nn.Module:
+    """Return a sharded model; `before` sees it as it was."""
     model = nn.ModuleDict({"head": nn.Linear(WIDTH, WIDTH), "blocks": nn.Sequential(*(Block() for _ in range(layers)))})
     model.forward = lambda x: model["head"](model["blocks"](x))  # type: ignore[method-assign]
     wrap = {"modules": [f"blocks.{index}" for index in range(layers)]}
@@ -49,7 +49,13 @@ def make_step(stage: int, layers: int) -> Callable[[], None]:
     )
     world, alone = Axis("world", 2, 0, dist.group.WORLD), Axis("replicate", 1, 0, None)
     mesh = Mesh(Axis("shard", 2, 0, dist.group.WORLD), alone, world, None, torch.device("cpu"))
-    shard_model(model, config, mesh=mesh)
+    before(model)
+    return shard_model(model, config, mesh=mesh)
+
+
+def make_step(stage: int, layers: int) -> Callable[[], None]:
+    """Return a step of a model that has settled: orders are recorded, the optimizer has its state."""
+    model = make_model(stage, layers)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -114,3 +120,26 @@ def test_a_step_makes_one_buffer_of_a_units_size_for_all_reductions_and_none_for
     with Seen() as seen:
         step()
     assert sum(count for numel, count in seen.fresh.items() if whole <= numel < 2 * whole) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradient_hooks_of_parameters_run_from_before_and_after_sharding_until_they_are_removed(stage: int):
+    ran: list[str] = []
+    handles = {}
+
+    def hook(model: nn.Module, when: str, name: str = "blocks.1.up.weight") -> None:
+        parameter = model.get_parameter(name)
+        handles[when] = parameter.register_hook(lambda gradient: ran.append(when))
+        handles[f"{when}, at the end"] = parameter.register_post_accumulate_grad_hook(
+            lambda parameter: ran.append(f"{when}, at the end")
+        )
+
+    model = make_model(stage, 2, lambda model: hook(model, "before"))
+    hook(model, "after")
+    hook(model, "after alone", "blocks.0.up.weight")
+    model(torch.ones(3, WIDTH)).sum().backward()
+    assert sorted(ran) == sorted(handles)
+    for handle in handles.values():
+        handle.remove()
+    model(torch.ones(3, WIDTH)).sum().backward()
+    assert len(ran) == len(handles)

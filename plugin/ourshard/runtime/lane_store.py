@@ -336,15 +336,19 @@ class LaneStore:
     def _make_leaf(self, tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
         """Return the parameter that computes in place of `tensor`; keeps subclass and attributes.
 
-        Both have the same gradient hooks from then on, so that those which the user adds or removes later count.
+        Both have the same gradient hooks from then on, so that those which the user adds or removes later count; those
+        on a handle go to its leaf. A parameter without hooks has no place for them either: an empty one costs backward
+        1 us a parameter.
         """
         leaf = torch.Tensor._make_subclass(type(tensor), view.new_empty(0), tensor.requires_grad)
         leaf.__dict__.update(tensor.__dict__)
         leaf.data = view
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(tensor, name) or OrderedDict()
-            setattr(tensor, name, hooks)
-            setattr(leaf, name, hooks)
+            hooks = getattr(tensor, name)
+            if hooks or self.placement.whole:
+                hooks = hooks or OrderedDict()
+                setattr(tensor, name, hooks)
+                setattr(leaf, name, hooks)
         assert isinstance(leaf, nn.Parameter)
         return leaf
 
