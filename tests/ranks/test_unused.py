@@ -86,6 +86,7 @@ def test_a_branch_that_comes_to_life_on_one_rank_at_stage_3_is_an_error_that_nam
     assert all(code != 0 for code in result.exitcodes)
     assert "gather unit 0 (tower.0)" in result.stderr[1]
     assert "DesyncError" in result.stderr[1]
+    assert "make the module around them the unit" in result.stderr[1]
     assert result.seconds < 45
 
 

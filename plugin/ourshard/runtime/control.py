@@ -310,5 +310,7 @@ class Control:
             "The ranks are in different places, and would wait for each other for ever:\n"
             f"{places}\n"
             "Every rank must run the same sharded modules, and make the same collective calls (saving, state_dict, "
-            "gathered, clipping), in the same order; look for a branch on the rank or on the data."
+            "gathered, clipping), in the same order; look for a branch on the rank or on the data. Where some ranks "
+            "came to use modules that none used in the first step, make the module around them the unit, with "
+            "`wrap: {classes: [...]}`."
         )
