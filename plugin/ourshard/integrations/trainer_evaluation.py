@@ -49,25 +49,33 @@ def _around(trainer: Any, name: str, around: Callable[..., Any]) -> Iterator[Non
             setattr(trainer, name, kept)
 
 
-def _loss_of_own_rows(trainer: Any, method: Method, model: torch.nn.Module, inputs: Inputs, **kwargs: Any) -> Any:
+def _loss_of_own_rows(
+    trainer: Any,
+    method: Method,
+    model: torch.nn.Module,
+    inputs: Inputs,
+    return_outputs: bool = False,
+    **kwargs: Any,
+) -> Any:
     """Compute the loss of an uneven last batch over its own rows: Note [An uneven last batch]."""
-    rows = _own_rows(trainer, model, inputs) if kwargs.get("return_outputs") else None
-    if rows is None:
-        return method(model, inputs, **kwargs)
+    rows = _own_rows(trainer, model, inputs)
     kept = dict(inputs)  # the Trainer takes labels out of it
-    outputs = method(model, inputs, **kwargs)[1]
+    result = method(model, inputs, return_outputs=return_outputs, **kwargs)
+    if rows is None:
+        return result
     used = list[str]()
     own, accelerator = _cut(kept, rows), trainer.accelerator
     items = trainer._get_num_items_in_batch([own], trainer.args.device)
     if "num_items_in_batch" in kwargs:
         kwargs["num_items_in_batch"] = None if items is None else Count.of(items, used)
     with torch.compiler.set_stance("force_eager"):  # a trace would not see the count's class
-        loss = method(model, _cut(kept, max(1, rows)), **kwargs)[0].detach().mean()
+        loss = method(model, _cut(kept, max(1, rows)), return_outputs=True, **kwargs)[0].detach().mean()
     joint = bool(used) and trainer.args.average_tokens_across_devices
     # A loss that used the count is this rank's part of a mean over all items, times the number of ranks.
     weight = 1.0 if joint else rows * accelerator.num_processes / accelerator.gradient_state.remainder
     part = loss * weight if rows else torch.zeros_like(loss)
-    return accelerator.reduce(part, "mean"), outputs
+    loss = accelerator.reduce(part, "mean")
+    return (loss, result[1]) if return_outputs else loss
 
 
 def _generate_with_joint_loss(
