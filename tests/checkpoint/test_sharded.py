@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from ourshard.checkpoint import commit, shard_writer
+from ourshard.checkpoint import commit
 from ourshard.checkpoint.manifest import NAME
 from ourshard.checkpoint.shard_writer import LocalBox, ShardWriter
 from ourshard.checkpoint.sharded import ShardedSource
 from ourshard.checkpoint.source import BUFFER, PARAM, CheckpointError, Description, TensorKey, detect
-from ourshard.checkpoint.staging import Blocks, Cut
 
 from tests.checkpoint.making import assert_holds, assert_loads, boxes_on, describe, make_state, save
 
@@ -128,32 +126,6 @@ def test_four_thousand_one_row_tensors_save_and_load_in_under_a_second_each(tmp_
     assert all(torch.equal(read[key], tensor) for key, tensor in state.items())
     assert saved - began < 1, f"saving took {saved - began:.2f} s of CPU time"
     assert loaded - saved < 1, f"loading took {loaded - saved:.2f} s of CPU time"
-
-
-def test_tensors_of_a_device_give_the_same_files_as_on_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer sees devices, and the blocks copy: here from the CPU's tensors that they stand for."""
-    state = {TensorKey(PARAM, f"w{n}"): torch.randn(n, 8) for n in range(40)}
-    state |= {TensorKey("exp_avg", f"w{n}"): torch.randn(n, 8).bfloat16() for n in range(40)}
-    boxes = {key: LocalBox(tuple(tensor.shape), tensor) for key, tensor in state.items()}
-    ShardWriter(tmp_path / "host", 0, 1).write(boxes)
-    origins = {tensor.numel(): tensor for key, tensor in state.items() if key.kind == PARAM}
-    states = {tensor.numel(): tensor for key, tensor in state.items() if key.kind != PARAM}
-
-    class FromMeta(Blocks):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(torch.device("cpu"), nbytes=1000)
-
-        def of(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[Cut]]:
-            own = [origins if each.dtype is torch.float32 else states for each in tensors]
-            return super().of([known[each.numel()] for known, each in zip(own, tensors, strict=True)])
-
-    monkeypatch.setattr(shard_writer, "Blocks", FromMeta)
-    away = {key: LocalBox(box.shape, box.tensor.to("meta")) for key, box in boxes.items()}
-    ShardWriter(tmp_path / "device", 0, 1).write(away)
-    for path in (path for path in (tmp_path / "host").rglob("*") if path.is_file()):
-        assert path.read_bytes() == (tmp_path / "device" / path.relative_to(tmp_path / "host")).read_bytes(), path
 
 
 def test_a_slice_that_is_not_what_its_place_needs_is_refused_by_the_writer() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ourshard.checkpoint.source import PARAM, TensorKey, detect
-from ourshard.checkpoint.staging import Blocks, Staging, ToHost
+from ourshard.checkpoint.staging import Staging, ToHost
 
 from tests.unit.test_host_memory import GPU, Driver
 
@@ -70,51 +68,3 @@ def test_a_system_that_refuses_to_pin_is_named_and_the_save_goes_on(
     assert held.all()
     assert (staging.nbytes, staging.pinned_nbytes) == (4032, 0)
     assert "checkpoint.asynchronous: the system refused to pin" in caplog.text
-
-
-def test_blocks_bring_all_bytes_in_order_whatever_their_size() -> None:
-    tensors = [torch.randn(7), torch.empty(0), torch.arange(300), torch.tensor(True), torch.randn(64).bfloat16()]
-    brought = [bytearray() for _ in tensors]
-    blocks = 0
-    for cuts in Blocks(torch.device("cpu"), nbytes=128).of(tensors):
-        assert sum(cut.data.nbytes for cut in cuts) <= 128
-        blocks += 1
-        for cut in cuts:
-            brought[cut.number] += cut.data
-    assert brought == [bytearray(t.reshape(-1).view(torch.uint8).numpy().tobytes()) for t in tensors]
-    assert blocks == -(-sum(tensor.nbytes for tensor in tensors) // 128)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
-def test_what_is_on_a_gpu_is_written_as_it_is(tmp_path: Path, asynchronous: bool) -> None:
-    import ourshard
-    from ourshard.checkpoint.background import BACKGROUND
-    from torch import nn
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3000, 4001), nn.Linear(4001, 3000)).cuda()  # 92 MiB of each kind
-    model.register_buffer("flags", torch.rand(1001, device="cuda") > 0.5)
-    model = ourshard.shard_model(model, {"stage": 3, "checkpoint": {"asynchronous": asynchronous}})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> float:
-        loss = model(torch.ones(4, 3000, device="cuda")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    step()
-    whole = {name: value.cpu() for name, value in ourshard.full_state_dict(model).items()}
-    ourshard.save(model, optimizer, tmp_path / "step")
-    losses = [step(), step()]
-    ourshard.wait_for_save()
-    with detect(tmp_path / "step") as source:
-        assert all(problem is None for _, problem in source.verify_files())
-        for name in ("0.weight", "1.weight", "1.bias"):
-            assert torch.equal(source.read(TensorKey(PARAM, name)), whole[name])
-    if asynchronous:
-        assert BACKGROUND.staging.pinned_nbytes == BACKGROUND.staging.nbytes > 3 * 92 * 2**20
-    ourshard.load(model, optimizer, tmp_path / "step")
-    assert [step(), step()] == losses

@@ -39,7 +39,7 @@ from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
 from .sharded import ShardedSource, is_ours
 from .source import BUFFER, PARAM, CheckpointError, Description, Source, TensorKey, detect
-from .staging import ToHost, in_place
+from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
 
 logger = logging.getLogger("ourshard")
@@ -178,7 +178,7 @@ def _take(
     def take(to_host: ToHost) -> tuple[Boxes, dict[str, dict[str, Any]]]:
         return _boxes(engine, disk, portions, buffers, optimizers, to_host=to_host)
 
-    boxes, rest = BACKGROUND.staging.copy(engine.mesh.device, take) if copied else take(in_place)
+    boxes, rest = BACKGROUND.staging.copy(engine.mesh.device, take) if copied else take(on_host)
     found = _describe(engine, portions, buffers, optimizers, boxes)
     found = dataclasses.replace(found, param_state=rest, client_state=client_state)
     if not copied:

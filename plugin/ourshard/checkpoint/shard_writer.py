@@ -3,8 +3,7 @@
 How a save goes, on any number of ranks (who calls it, and the barriers between the steps, are the runtime's):
 1. one rank: `temporary = commit.begin(final)`.
 2. every rank: `writer = ShardWriter(temporary, rank, world_size)`, `writer.write(boxes, rank_state)`; the tensors may
-   be views of lanes on any device, and have to stay as they are until `write` returns. It ends with the rank's part
-   file, flushed.
+   be views of lanes, and have to stay as they are until `write` returns. It ends with the rank's part file, flushed.
 3. one rank (of each node, where disks are not shared), when all ranks are through step 2:
    `commit.publish(temporary, final, assemble(temporary, description, ranks=...))`.
 If step 2 fails on a rank, nobody may do step 3; `commit.abandon(temporary)` clears up, and the last checkpoint stands.
@@ -38,13 +37,10 @@ from .manifest import (
 from .pieces import box_of, run_of
 from .safetensors_file import Layout, lay_out
 from .source import BUFFER, EXTRA_PREFIX, TensorInfo, TensorKey
-from .staging import Blocks
 from .tensor_bytes import bytes_of
 from .transfer import Run
 
 PARTS = "parts"
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +56,8 @@ class LocalBox:
 
     def __post_init__(self) -> None:
         self.run()
-        if not self.tensor.is_contiguous():
-            raise ValueError("a box has to be contiguous")
+        if self.tensor.device.type != "cpu" or not self.tensor.is_contiguous():
+            raise ValueError(f"a box has to be contiguous and on the CPU, not on {self.tensor.device}")
 
     def run(self) -> tuple[int, int]:
         """Return the elements [start, stop) that it covers."""
@@ -146,7 +142,6 @@ class ShardWriter:
         self.world_size = world_size
         self._io = io
         self._extra_files: list[FileRecord] = []
-        self._blocks: Blocks | None = None
 
     def add_file(self, name: str, data: Buffer, *, owned: bool = False) -> None:
         """Write a file that goes along (config.json); `owned`: it is this rank's alone. Call before `write`."""
@@ -195,28 +190,9 @@ class ShardWriter:
     def _write_file(self, file: ShardFile, data: Mapping[tuple[TensorKey, int], torch.Tensor]) -> FileRecord:
         path = inside(self.folder, file.path)
         self._io.make_folder(path.parent)
-        tensors = [data[run.info.key, run.start] if run.nbytes else _NOTHING for run in file.runs]
-        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
-        if device is not None:
-            return file.record(self._write_from(device, path, file, tensors))
-        buffers = [bytes_of(tensor) for tensor in tensors]
+        buffers = [bytes_of(data[run.info.key, run.start]) if run.nbytes else b"" for run in file.runs]
         write_file(self._io, path, [file.layout.head, *buffers])
         return file.record([xxhash.xxh3_128_hexdigest(buffer) for buffer in buffers])
-
-    def _write_from(
-        self, device: torch.device, path: Path, file: ShardFile, tensors: Sequence[torch.Tensor]
-    ) -> list[str]:
-        """Write tensors of a device through blocks on the host, which are made once; return the hash of each."""
-        self._blocks = self._blocks or Blocks(device)
-        hashes = [xxhash.xxh3_128() for _ in tensors]
-        with self._io.create(path) as target:
-            self._io.write(target, [file.layout.head])
-            for cuts in self._blocks.of(tensors):
-                self._io.write(target, [cut.data for cut in cuts])
-                for cut in cuts:
-                    hashes[cut.number].update(cut.data)
-            self._io.flush(target)
-        return [each.hexdigest() for each in hashes]
 
 
 def rank_state_path(rank: int) -> str:

@@ -1,93 +1,29 @@
-"""Host memory for what a save reads: all of it, while training changes the tensors, or a block at a time.
+"""Host memory that a background save reads while training changes the tensors it was copied from.
 
-Note [Staging memory]: the first background save goes over its tensors twice. The first time it counts their bytes, and
-takes one block of exactly as many, page-aligned and registered with the driver (torch's own pinned memory is rounded up
-to a power of two); the second time it copies. Later saves copy at once into the same block. What does not fit any more,
-as an optimizer's state that was not there before, goes into blocks of its own, and the next save counts again.
+Note [Staging memory]: the first save goes over its tensors twice. The first time it counts their bytes, and takes one
+block of exactly as many, page-aligned and registered with the driver (torch's own pinned memory is rounded up to a
+power of two); the second time it copies. Later saves copy at once into the same block. What does not fit any more, as
+an optimizer's state that was not there before, goes into blocks of its own, and the next save counts again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from ourshard.runtime.host import HostMemory
 
-from .tensor_bytes import bytes_of
-
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 Taken = TypeVar("Taken")
-
-BLOCK = 64 << 20  # bytes of which two are in host memory while a save that training waits for is written
 
 _ALIGNMENT = 64
 
 
-def in_place(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's values, contiguous, where they are."""
-    return tensor.detach().contiguous()
-
-
-class Cut(NamedTuple):
-    """Bytes of the tensor of this number."""
-
-    number: int
-    data: memoryview
-
-
-class Blocks:
-    """Brings tensors of a device to the host in blocks, the next one while the last is written."""
-
-    def __init__(self, device: torch.device, nbytes: int = BLOCK) -> None:
-        self._memory = HostMemory(device, pin=True, user="checkpoints", advice="")
-        self._nbytes = nbytes
-        self._blocks = [self._memory.take(nbytes, torch.uint8) for _ in range(2)]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # the last step's values
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[Cut]]:
-        """Yield all bytes in order, a block at a time; it is good until the next one is asked for."""
-        before: tuple[list[Cut], Callable[[], None]] | None = None
-        for turn, plan in enumerate(self._plan(tensors)):
-            filling = self._fill(self._blocks[turn % 2], plan)
-            if before is not None:
-                before[1]()
-                yield before[0]
-            before = filling
-        if before is not None:
-            before[1]()
-            yield before[0]
-
-    def _plan(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Yield (number, bytes of the device) that together fill a block."""
-        found: list[tuple[int, torch.Tensor]] = []
-        room = self._nbytes
-        for number, tensor in enumerate(tensors):
-            rest = tensor.detach().reshape(-1).view(torch.uint8)
-            while rest.numel():
-                found.append((number, rest[:room]))
-                room, rest = room - found[-1][1].numel(), rest[room:]
-                if not room:
-                    yield found
-                    found, room = [], self._nbytes
-        if found:
-            yield found
-
-    def _fill(
-        self, block: torch.Tensor, plan: Sequence[tuple[int, torch.Tensor]]
-    ) -> tuple[list[Cut], Callable[[], None]]:
-        """Begin to copy; return the cuts, and what waits for their values."""
-        cuts, end = [], 0
-        with torch.cuda.stream(self._stream):  # None: no change
-            for number, data in plan:
-                place = block[end : end + data.numel()]
-                place.copy_(data, non_blocking=True)
-                cuts.append(Cut(number, bytes_of(place)))
-                end += data.numel()
-        return cuts, self._stream.record_event().synchronize if self._stream is not None else lambda: None
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's values, contiguous, on the CPU; itself where it is that already."""
+    return tensor.detach().cpu().contiguous()
 
 
 class Staging:
