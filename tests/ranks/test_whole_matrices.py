@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,8 +151,10 @@ def muon_and_adamw(config: dict[str, Any]) -> None:
 
     plain, sharded = toy(), shard_model(toy(), config)
     both = Pair(plain, sharded, Both(plain), Both(sharded))  # type: ignore[arg-type]
-    both.train(3)
-    both.assert_same(1e-3)  # Muon orthogonalizes in bf16, which makes 1e-2 of one rounding in its input
+    # Muon orthogonalizes in bf16, which makes 1e-2 of one rounding in its input, and 1e-1 with some CPUs' products.
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.float().clone()):
+        both.train(3)
+    both.assert_same(1e-5)
 
 
 @OFTEN_TWO
