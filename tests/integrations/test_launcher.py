@@ -64,7 +64,7 @@ def workers(stdout: str) -> list[dict]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow), 4])  # two: all that is below
+@pytest.mark.parametrize("processes", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 4))])
 def test_use_cpu_runs_that_many_gloo_ranks(who, processes):
     told = workers(launch(who, processes=processes).stdout)
     assert [worker["processes"] for worker in told] == [processes] * processes
@@ -158,6 +158,7 @@ def test_a_file_without_ourshard_is_read_as_ever(config_file):
     assert "ourshard_config" not in config.to_dict()
 
 
+@pytest.mark.slow
 def test_accelerate_env_and_config_update_take_our_file(config_file):
     path = config_file(ourshard_config={"stage": 2})
     accelerate = Path(sys.executable).with_name("accelerate")

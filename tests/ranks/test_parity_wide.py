@@ -11,7 +11,10 @@ pytestmark = pytest.mark.ranks
 
 HYBRID = with_each({**STAGES, **VARIANTS}, "hybrid", shard_size=2)
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
-EITHER = pytest.mark.parametrize(("optimizer", "accumulate"), [(adamw, 1), (momentum, 3)], ids=["AdamW", "SGD x3"])
+EITHER = pytest.mark.parametrize(
+    ("optimizer", "accumulate"),
+    [pytest.param(adamw, 1, id="AdamW"), pytest.param(momentum, 3, id="SGD x3", marks=pytest.mark.slow)],
+)
 
 
 @EITHER

@@ -69,6 +69,7 @@ def test_two_ranks_with_a_bad_combination_of_packages_end_with_1_and_the_fix(tmp
     assert "all-gather" in text
 
 
+@pytest.mark.slow
 def test_under_accelerate_launch_every_rank_measures_and_rank_0_prints() -> None:
     result = launch("-m", "ourshard.doctor", "--json")
     report = json.loads(result.stdout)

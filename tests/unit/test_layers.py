@@ -192,6 +192,7 @@ def _python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
 
 
+@pytest.mark.slow
 def test_each_module_can_be_imported_first():
     missing = () if importlib.util.find_spec("triton") else NEED_TRITON
     result = _python(_IMPORT_EACH_ALONE, *(module for module, _ in _modules() if module not in missing))
