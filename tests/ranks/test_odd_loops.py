@@ -102,11 +102,28 @@ def test_gradients_and_weights_changed_by_numbers_are_those_of_one_process(ranks
             assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), name
 
 
-def trained_inside_of_gathered(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+class WithLoss(nn.Module):
+    """A model that returns its loss in a dictionary, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = toy()
+
+    def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.net(rows)
+        return {"loss": F.mse_loss(outputs, rows), "outputs": outputs}
+
+
+def trained_inside_of_gathered(config: dict[str, Any] | None, in_dict: bool) -> dict[str, torch.Tensor]:
     """Train with forwards inside of `gathered`, backwards there or after it, some of them accumulating."""
     import ourshard
 
-    model = toy() if config is None else ourshard.shard_model(toy(), config)
+    def loss_of(rows: torch.Tensor) -> torch.Tensor:
+        return model(rows)["loss"] if in_dict else square_loss(model, rows)
+
+    model = WithLoss() if in_dict else toy()
+    if config is not None:
+        model = ourshard.shard_model(model, config)
     engine = ourshard.engine_of(model)
     optimizer = sgd(model.parameters())
     for step in range(4):
@@ -114,21 +131,22 @@ def trained_inside_of_gathered(config: dict[str, Any] | None) -> dict[str, torch
         rows = rows if config is None else rows.chunk(2)[dist.get_rank()]
         with engine.no_sync() if engine and step == 0 else nullcontext():
             with ourshard.gathered(model) if engine else nullcontext():
-                loss = square_loss(model, rows)
+                loss = loss_of(rows)
                 if step != 2:
                     loss.backward()
             if step == 2:
                 loss.backward()
-        square_loss(model, 2 * rows).backward()
+        loss_of(2 * rows).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict() if config is None else ourshard.full_state_dict(model)
 
 
-def test_forwards_inside_of_gathered_train_as_outside(ranks):
-    wanted = trained_inside_of_gathered(None)
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_forwards_inside_of_gathered_train_as_outside(ranks, in_dict):
+    wanted = trained_inside_of_gathered(None, in_dict)
     for name in TOY:
-        for found in ranks(2)(trained_inside_of_gathered, TOY[name]):
+        for found in ranks(2)(trained_inside_of_gathered, TOY[name], in_dict):
             assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), name
 
 

@@ -221,7 +221,7 @@ class Engine:
             return None
         if self.gathered_depth:
             if torch.is_grad_enabled():
-                hook_outputs(outputs, self.on_gathered_gradient)
+                hook_outputs(tensors_in(outputs), self.on_gathered_gradient)
             return None
         has_backward = torch.is_grad_enabled() and hook_outputs(tensors_in(outputs), self.on_root_gradient)
         if not self.phase_is_backward:
