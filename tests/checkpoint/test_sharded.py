@@ -147,14 +147,14 @@ def test_a_save_with_a_hole_or_a_double_or_without_a_rank_is_not_committed(tmp_p
     cases = {
         "no rank wrote rows 2:3": [(0, 2), (3, 5)],
         "rows 1:3 are in": [(0, 3), (1, 5)],
-        "rank 1 has written no part": [(0, 5)],
+        "rank 1 has written no part.* or it was removed": [(0, 5)],
     }
     for message, parts in cases.items():
         temporary = commit.begin(tmp_path / "c")
         for rank, (start, stop) in enumerate(parts):
             box = LocalBox((5, 2), torch.zeros(stop - start, 2), (start, 0))
             ShardWriter(temporary, rank, 2).write({key: box})
-        with pytest.raises((RuntimeError, CheckpointError), match=message):
+        with pytest.raises((RuntimeError, CheckpointError, FileNotFoundError), match=message):
             commit.publish(temporary, tmp_path / "c", commit.assemble(temporary, Description(world_size=2)))
         assert not (tmp_path / "c").exists()
 

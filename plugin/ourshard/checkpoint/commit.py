@@ -77,8 +77,8 @@ def assemble(
 
     `token`: the same on all disks of a save.
 
-    Raises RuntimeError if a rank has no part, or the parts disagree, or leave elements out or give them twice, and
-    FileNotFoundError if a file is gone.
+    Raises RuntimeError if the parts disagree, or leave elements out or give them twice, and FileNotFoundError if a
+    rank has no part or a file is gone.
     """
     world_size = description.world_size
     assert world_size, "a save knows its world size"
@@ -246,7 +246,9 @@ def _read_part(path: Path, rank: int, world_size: int) -> dict[str, Any]:
     try:
         part = manifests.unseal(path.read_bytes(), path)
     except FileNotFoundError as error:
-        raise RuntimeError(f"rank {rank} has written no part of the checkpoint in {path.parent}") from error
+        raise FileNotFoundError(
+            f"rank {rank} has written no part of the checkpoint in {path.parent}, or it was removed while the others wrote"
+        ) from error
     if (part["rank"], part["world_size"]) != (rank, world_size):
         raise RuntimeError(f"{path} is of rank {part['rank']} in a world of {part['world_size']}, not of {world_size}")
     return part
