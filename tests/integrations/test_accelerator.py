@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader
 
-from tests.integrations.tiny import adamw, halving, loader, plain_training, tiny
+from tests.integrations.tiny import adamw, halving, loader, plain_training, rows, tiny
 
 pytestmark = pytest.mark.ranks
 
@@ -26,13 +27,19 @@ def train(
     model, data = tiny(), loader()
     optimizer = adamw(model)
     scheduler = halving(optimizer)
-    groups = optimizer.param_groups
-    identities = [id(group) for group in groups]
+    identities = [id(group) for group in optimizer.param_groups]
     if order == "together":
         model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
     elif order == "optimizer first":
         optimizer = accelerator.prepare(optimizer)
         data, scheduler, model = accelerator.prepare(data, scheduler, model)
+    elif order == "one by one, the optimizer made late":
+        model = accelerator.prepare(model)
+        optimizer = adamw(model)
+        identities = [id(group) for group in optimizer.param_groups]
+        optimizer = accelerator.prepare(optimizer)
+        scheduler = accelerator.prepare(halving(optimizer))
+        data = accelerator.prepare(DataLoader(rows(), batch_sampler=BatchSampler(range(len(rows())), 4, False)))
     losses, norms = [], []
     for batch, (inputs, labels) in enumerate(data):
         if batch == steps * accumulate:
@@ -68,8 +75,9 @@ def test_a_loop_trains_as_in_one_process(ranks, stage, accumulate):
     assert {result["type"] for result in results} == {"ShardAccelerator"}
 
 
-@pytest.mark.parametrize("order", ["together", "optimizer first"])
+@pytest.mark.parametrize("order", ["together", "optimizer first", "one by one, the optimizer made late"])
 def test_the_order_of_prepare_does_not_matter_and_groups_stay_the_users_own(ranks, order):
+    """H03: no loader and no batch size is needed."""
     results = ranks(2)(train, {"stage": 3, "persist_below": 0}, 3, order=order)
     assert_same(results, plain_training(2, 3))
     assert all(result["groups kept"] for result in results)

@@ -193,6 +193,7 @@ def test_freezing_and_thawing_between_steps_is_honoured(ranks, config, optimizer
 
 @FP32
 def test_thawed_parameters_may_join_the_optimizer_as_a_new_group(ranks, config):
+    """I17."""
     ranks(2)(freeze_and_thaw_picklable, config, "momentum", True)
 
 

@@ -1,4 +1,4 @@
-"""F06, F07: more than one model in a script, teachers, copies."""
+"""F06, F07, I07: more than one model in a script, teachers, copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D01, D03: parameters and branches that some ranks, or all, do not use."""
+"""D01, D03, I05: parameters and branches that some ranks, or all, do not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrap units by class: a name that matches nothing, one of several, and none given (H01)."""
+"""Wrap units by class: a name that matches nothing, one of several, and none given (H01); what the root gives away."""
 
 from __future__ import annotations
 
@@ -38,3 +38,14 @@ def test_repeated_blocks_of_a_users_own_model_are_found() -> None:
 
 def test_a_model_that_is_itself_the_list_of_blocks_is_cut_at_them() -> None:
     assert {"0", "1", "2"} <= set(units(nn.Sequential(*(Block() for _ in range(3)), nn.Linear(13, 13))))
+
+
+def test_a_large_embedding_and_head_are_units_of_their_own_and_the_summary_says_the_largest() -> None:
+    """E07: no unit holds both, so that no buffer of backward has the size of both."""
+    model = nn.Sequential(nn.Embedding(40_000, 32), *(Block() for _ in range(2)), nn.Linear(32, 50_000, bias=False))
+    engine = ourshard.engine_of(ourshard.shard_model(model, {"stage": 3}))
+    assert engine is not None
+    numel = {unit.label: sum(lane.layout.numel for lane in unit.lanes) for unit in engine.units}
+    assert (numel["0.weight"], numel["3.weight"]) == (40_000 * 32, 50_000 * 32)
+    assert {"1", "2"} <= set(numel)
+    assert "the largest unit 3.weight with 1,600,000" in engine.summary()

@@ -247,7 +247,8 @@ def _read_part(path: Path, rank: int, world_size: int) -> dict[str, Any]:
         part = manifests.unseal(path.read_bytes(), path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"rank {rank} has written no part of the checkpoint in {path.parent}, or it was removed while the others wrote"
+            f"rank {rank} has written no part of the checkpoint in {path.parent}, "
+            "or a folder above it was removed while others wrote"
         ) from error
     if (part["rank"], part["world_size"]) != (rank, world_size):
         raise RuntimeError(f"{path} is of rank {part['rank']} in a world of {part['world_size']}, not of {world_size}")
