@@ -61,7 +61,7 @@ def test_gradients_masters_state_and_reductions_are_of_trained_parameters_alone(
 
 
 class Packed(nn.Parameter):
-    """I12. Codes as bitsandbytes keeps them: an attribute shows the same memory; `quant_state` tells how to read them."""
+    """I12. Codes as bitsandbytes keeps them: an attribute shows the memory; `quant_state` tells how to read them."""
 
     CB: torch.Tensor
     quant_state: float
