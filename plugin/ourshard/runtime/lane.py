@@ -24,7 +24,7 @@ from ourshard.runtime.peer import Reduction
 from ourshard.runtime.placement import At
 
 if TYPE_CHECKING:
-    from ourshard.runtime.optim import Run
+    from ourshard.runtime.run import Run
     from ourshard.runtime.unit import Unit
 
 

@@ -2,7 +2,7 @@
 
 Note [Owners]
 -------------
-Between steps nothing differs from Note [Runs] in optim.py: the groups hold this rank's rows, and norms, clipping and
+Between steps nothing differs from Note [Runs] in run.py: the groups hold this rank's rows, and norms, clipping and
 loss scaling see the rows of gradients. Only, each parameter is a run of its own, and has an owner, chosen by bytes.
 Before a step, one uneven all-to-all a lane brings the rows of master and gradient to the owners; there the run shows
 the whole parameter and gradient for the time of the step, and the other ranks show no gradient, so that the optimizer
@@ -34,7 +34,7 @@ from ourshard.runtime.ledger import Kind
 
 if TYPE_CHECKING:
     from ourshard.runtime.mesh import Axis
-    from ourshard.runtime.optim import Run
+    from ourshard.runtime.run import Run
 
 
 def assign_owners(runs: Sequence[Run]) -> None:

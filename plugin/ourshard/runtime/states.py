@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
-    from ourshard.runtime.optim import Run
+    from ourshard.runtime.run import Run
 
 
 @dataclass(frozen=True, slots=True)

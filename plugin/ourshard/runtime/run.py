@@ -1,0 +1,125 @@
+"""A lane's part in an optimizer: what the groups of an optimizer have in the place of parameters.
+
+Note [Runs]
+-----------
+An optimizer is given parameters of the model; those that are handles are replaced, in place, by runs: one flat tensor
+for all neighbouring parameters of one lane in one group. Parameters of which this rank holds no rows belong to the
+run beside them, so that all ranks see the same gradients come and go; where a rank holds none of a group's rows in a
+lane, its run is one element that stays zero (an empty tensor breaks some optimizers). The group dicts keep their
+identity, so schedulers and users who hold them see no change. A run is one tensor as long as all of its parameters
+have gradients in the same steps; when they differ (a branch that a step does not use) it is split, with its state, so
+that the optimizer skips exactly the parameters that it would skip in one process.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from ourshard.runtime.lane import Lane
+
+
+class Run:
+    """Neighbouring parameters of one lane as one flat tensor of this rank's rows: Note [Runs]."""
+
+    __slots__ = (
+        "group",
+        "handed_out",
+        "lane",
+        "optimizer",
+        "owner",
+        "parameter",
+        "positions",
+        "start",
+        "stop",
+        "uneven",
+    )
+
+    def __init__(self, lane: Lane, positions: list[int], optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self.lane = lane
+        self.positions = positions
+        held = [position for position in positions if lane.rows(position).rows]
+        self.start = self.stop = 0
+        if held:
+            last = lane.rows(held[-1])
+            self.start = lane.rows(held[0]).offset
+            self.stop = last.offset + last.numel(lane.layout.tensors[held[-1]].granule)
+        self.parameter: nn.Parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
+        if held:
+            self.parameter.data = lane.master[self.start : self.stop]
+        self.owner: int | None = None  # the rank of `lane.spread` that steps it whole: Note [Owners] in owners.py
+        self.handed_out = False
+        self.uneven = False  # gradients of some parameters were dropped since `hand_out`
+        self.group = group
+        self.optimizer = weakref.ref(optimizer)
+
+    def hand_out(self) -> None:
+        """Set the run's gradient from the lane's; split where some parameters have one and others do not."""
+        self.uneven = False
+        valid = self.lane.valid
+        if False not in valid:
+            self.handed_out = True
+        else:
+            flags = {valid[position] for position in self.positions}
+            if len(flags) > 1:
+                self._split()
+                return
+            self.handed_out = True in flags
+        if self.handed_out and self.parameter.grad is None:
+            self.parameter.grad = self._rows_of(self.lane.gradient)
+        elif not self.handed_out:
+            self.parameter.grad = None
+
+    def _rows_of(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        if self.stop == self.start:
+            return torch.zeros_like(self.parameter)
+        assert gradient is not None
+        return gradient[self.start : self.stop]
+
+    def dropped(self) -> None:
+        """Follow `p.grad = None` of one of the parameters.
+
+        Others may follow (`module.zero_grad()` drops all in turn), so the run is split no sooner than at a step.
+        """
+        valid = self.lane.valid
+        if True not in valid or not any(valid[position] for position in self.positions):
+            self.parameter.grad = None
+            self.handed_out = self.uneven = False
+        elif self.handed_out:
+            self.uneven = True
+
+    def _split(self) -> None:
+        """Replace this run by one run a parameter, in the optimizer and in the lane, with the state cut likewise."""
+        optimizer = self.optimizer()
+        assert optimizer is not None
+        self.lane.await_step()
+        parts = [Run(self.lane, [position], optimizer, self.group) for position in self.positions]
+        place = _index_of(self.group["params"], self.parameter)
+        self.group["params"][place : place + 1] = [part.parameter for part in parts]
+        state = optimizer.state.pop(self.parameter, None)
+        for part in parts:
+            if state:
+                optimizer.state[part.parameter] = {k: self._cut(v, part) for k, v in state.items()}
+        gradient = self.lane.gradient  # may be kept alive by this run alone
+        place = self.lane.runs.index(self)
+        self.lane.runs[place : place + 1] = parts
+        for part in parts:
+            if gradient is not None and self.lane.valid[part.positions[0]]:
+                part.parameter.grad = part._rows_of(gradient)
+            part.hand_out()
+
+    def _cut(self, value: Any, part: Run) -> Any:
+        if isinstance(value, torch.Tensor) and value.shape == self.parameter.shape and value.dim():
+            if part.stop == part.start:
+                return torch.zeros_like(part.parameter, dtype=value.dtype)  # one element, as the parameter has
+            return value[part.start - self.start : part.stop - self.start].clone()
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _index_of(params: list[Any], parameter: Any) -> int:
+    return next(i for i, p in enumerate(params) if p is parameter)
