@@ -296,3 +296,17 @@ def test_each_key_has_one_verdict_and_a_reason() -> None:
         assert flag.reason
         if flag.verdict is Verdict.REFUSED and flag.kind is not Kind.ANY:
             assert flag.asks_nothing, flag.key
+
+
+def test_numbers_of_a_json_file_are_numbers_however_they_are_written(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "optimizer": {"params": {"lr": 1e-5}}}')
+    assert read_document(load(tmp_path / "ds.json"), "ds.json").run.optimizer == {"params": {"lr": 1e-5}}
+
+
+def test_keys_of_fp16_in_a_bf16_block_are_named_and_not_refused() -> None:
+    """Configs that were made for earlier versions of DeepSpeed have them (axolotl's for bf16 did)."""
+    block = {"enabled": True, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
+    result = from_deepspeed({**zero(), "bf16": block})
+    assert result.run.mixed_precision == "bf16"
+    assert result.run.grad_scaler == {}
+    assert any(note.startswith("bf16.initial_scale_power, bf16.hysteresis") for note in result.notes), result.notes

@@ -248,3 +248,9 @@ def test_accelerates_plugin_takes_what_is_written_for_it(monkeypatch: pytest.Mon
             assert plugin.sharding_strategy.name == raw["fsdp_sharding_strategy"]
         else:
             assert plugin.reshard_after_forward is False
+
+
+def test_a_config_of_an_early_accelerate_is_read() -> None:
+    early = {"fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_sharding_strategy": 1, "fsdp_offload_params": False}
+    assert from_fsdp(early).config.prefetch.backward == 1
+    assert from_fsdp({"fsdp_version": 2}).notes == ()

@@ -126,6 +126,20 @@ def test_fsdp_deepspeed_and_native_sections_join_when_they_agree() -> None:
         read(document, "a.yaml")
 
 
+def test_a_section_that_accelerate_leaves_unread_says_nothing() -> None:
+    """The leftover of another engine, as `accelerate config` keeps it in a file whose type was changed."""
+    document = {
+        "distributed_type": "FSDP",
+        "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"},
+        "deepspeed_config": {"zero_stage": 2, "deepspeed_config_file": "path/that/is/gone.json"},
+    }
+    result = read(document, "a.yaml")
+    assert result.config.stage == 3
+    assert "deepspeed_config: not read, because distributed_type is FSDP." in result.notes
+    with pytest.raises(ValueError, match=r"path/that/is/gone.json: no DeepSpeed configuration could be read"):
+        read({**document, "distributed_type": "DEEPSPEED"}, "a.yaml")
+
+
 @pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
 def test_a_plugin_that_clips_to_no_norm_is_refused(norm: float) -> None:
     with pytest.raises(ValueError, match=r"gradient_clipping is .* above 0, or None"):

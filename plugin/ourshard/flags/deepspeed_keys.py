@@ -218,6 +218,10 @@ PRECISION = (
     idle("bf16.immediate_grad_update", "Gradients are reduced as soon as a lane is complete."),
     idle("bf16.check_grad_overflow", "bf16 steps are never skipped; ShardSentinelCallback watches for NaN and inf.",
          aliases=("bf16.check_overflow",)),
+    *(idle(f"bf16.{key}", "bf16 has the range of fp32, so its loss is not scaled; earlier versions of DeepSpeed took "
+           "this key of fp16 here too.")
+      for key in ("auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+                  "min_loss_scale")),
     mapped("fp16.enabled", "run.mixed_precision", "Accelerate's mixed_precision: fp16.",
            read=_when({"run.mixed_precision": "fp16"})),
     mapped("fp16.loss_scale", "run.grad_scaler.init_scale", "0 is dynamic; another value is where the scale starts.",
@@ -253,8 +257,8 @@ RUN = (
             asks_nothing=(1,)),
     mapped("gradient_accumulation_steps", "run.gradient_accumulation_steps", "Accelerate's and the Trainer's own "
            "setting.", INT),
-    mapped("gradient_clipping", "run.gradient_clipping", "The Trainer's max_grad_norm; in a loop of your own call "
-           "accelerator.clip_grad_norm_.", FLOAT),
+    mapped("gradient_clipping", "run.gradient_clipping", "Each optimizer step of a loop clips to it, as in "
+           "DeepSpeed; beside a Trainer it agrees with max_grad_norm.", FLOAT),
     mapped("train_batch_size", "run.train_batch_size", "Not needed; checked against the others when all are known.",
            INT),
     mapped("train_micro_batch_size_per_gpu", "run.micro_batch_size", "Not needed; checked against the Trainer's "
@@ -295,6 +299,8 @@ REPORTS = (
     idle("wandb", _TRACKER, tree=True),
     idle("csv_monitor", _TRACKER, tree=True),
     idle("comet", _TRACKER, tree=True),
+    idle("monitor_config", f"DeepSpeed reads no such block. {_TRACKER}", tree=True),
+    idle("comms_config", "DeepSpeed reads no such block; comms_logger is its name there, ledger here.", tree=True),
     idle("aio", _TILES, tree=True),
     idle("checkpoint.tag_validation", "Every rank's checkpoint folder is checked when the manifest is written."),
     idle("checkpoint.load_universal", _RESHARD),
@@ -326,6 +332,7 @@ OTHER_FEATURES = tuple(
         ("tensor_parallel", _OTHER_PARALLELISM),
         ("expert_parallel", _OTHER_PARALLELISM),
         ("pipeline", _OTHER_PARALLELISM),
+        ("sequence_parallel", _OTHER_PARALLELISM),
         ("use_data_before_expert_parallelism", _OTHER_PARALLELISM),
         ("hybrid_engine", "generation runs on the sharded model itself; leave the block out."),
         ("compile", "DeepCompile rewrites the graph around DeepSpeed's engine; use Accelerate's dynamo_config."),

@@ -173,8 +173,8 @@ def _read_fsdp(value: Any, said: Mapping[str, Any]) -> Outcome:
 _XLA = "PyTorch/XLA has an FSDP of its own, which does not stand on torch.distributed; train with that one there."
 
 FLAGS: tuple[Flag, ...] = (
-    idle("version", "Tells how the other keys are read; both versions end in the same engine.", Kind.INT,
-         aliases=("fsdp_version",)),
+    idle("version", "1 or 2 tells how the other keys are read; both versions end in the same engine.", Kind.INT,
+         asks_nothing=(1, 2)),
     mapped("fsdp", "stage", "True turns FSDP on; the words of transformers 4 are read one by one.", Kind.ANY,
            read=_read_fsdp),
     mapped("sharding_strategy", "stage", "FULL_SHARD: stage 3. SHARD_GRAD_OP: stage 3, reshard_after_forward: false. "
@@ -191,7 +191,8 @@ FLAGS: tuple[Flag, ...] = (
     mapped("min_num_params", "wrap.min_params", "Used with SIZE_BASED_WRAP; 0 makes one unit.", Kind.INT,
            read=_read_min),
     mapped("backward_prefetch", "prefetch.backward", "BACKWARD_PRE: 1. BACKWARD_POST and NO_PREFETCH: 0, one unit "
-           "whole at a time. Version 2 ignores it.", Kind.TEXT, read=_read_backward_prefetch),
+           "whole at a time. Version 2 ignores it.", Kind.TEXT, read=_read_backward_prefetch,
+           aliases=("backward_prefetch_policy",)),
     mapped("forward_prefetch", "prefetch.forward", "True: 1. False: stays at 1, which FSDP reaches by running ahead.",
            read=_read_forward_prefetch),
     mapped("state_dict_type", "checkpoint.format", "FULL_STATE_DICT: full. SHARDED_STATE_DICT: sharded. "

@@ -37,6 +37,7 @@ OTHER_VARIABLES = frozenset(
     }
 )
 SECTIONS = ("ourshard_config", "fsdp_config", "deepspeed_config")
+_OTHER_SECTION = {"FSDP": "deepspeed_config", "DEEPSPEED": "fsdp_config"}  # a leftover in a file for that engine
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -78,12 +79,15 @@ def read(value: Any, source: str) -> FlagResult:
 def load(path: str | Path) -> dict[str, Any]:
     """Load the mapping that a YAML or JSON file holds.
 
+    JSON is read as such: YAML takes a number that is written `1e-5` for text.
+
     Raises:
         ValueError: the file can't be read, or holds something else.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        values = json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{path}: no config could be read: {text}") from error
     if not isinstance(values, dict):
@@ -132,12 +136,24 @@ def read_sections(values: Mapping[str, Any], source: str = "") -> FlagResult:
         if values.get(name) is not None and not isinstance(values[name], Mapping):
             raise ValueError(f"{where}{name}: expected keys and values, got {values[name]!r}.")
     results = [from_values(values.get("ourshard_config") or {}, f"{where}ourshard_config")]
+    values, unread = _in_force(values)
+    results.append(FlagResult(notes=unread))
     if values.get("fsdp_config") or values.get("parallelism_config"):
         parallelism = values.get("parallelism_config") or None
         results.append(from_fsdp(values.get("fsdp_config") or {}, f"{where}fsdp_config", parallelism))
     if values.get("deepspeed_config"):
         results.append(from_deepspeed(values["deepspeed_config"], source=f"{where}deepspeed_config"))
     return merge(results, complete=False)
+
+
+def _in_force(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return `values` without the section that Accelerate leaves unread beside this `distributed_type`, and a note."""
+    engine = str(getattr(values.get("distributed_type"), "value", values.get("distributed_type")))
+    other = _OTHER_SECTION.get(engine, "")
+    if not values.get(other):
+        return values, ()
+    left = {key: value for key, value in values.items() if key != other}
+    return left, (f"{other}: not read, because distributed_type is {engine}.",)
 
 
 def _language(values: Mapping[str, Any]) -> str:
