@@ -15,6 +15,7 @@ import pytest
 import torch
 from ourshard.checkpoint import conversion
 from ourshard.checkpoint.conversion import convert, parse_size
+from ourshard.checkpoint.registry import writer_names
 from ourshard.checkpoint.sharded import ShardedSource
 from ourshard.checkpoint.source import BUFFER, PARAM, CheckpointError, TensorKey, detect
 from safetensors.torch import load_file, save_file
@@ -146,9 +147,21 @@ def test_a_checkpoint_is_never_converted_in_place_or_over_another(ours: Path, tm
     with pytest.raises(FileExistsError, match="overwrite"):
         convert(ours, tmp_path / "out", to="safetensors")
     assert (tmp_path / "out" / "mine.txt").read_text() == "precious"
-    convert(ours, tmp_path / "out", to="safetensors", overwrite=True)
-    assert not (tmp_path / "out" / "mine.txt").exists()
-    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("to", sorted({*writer_names()} - {"peft"}))
+def test_a_conversion_replaces_checkpoints_and_no_folder_with_anything_else(ours: Path, tmp_path: Path, to: str) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):  # a checkpoint of each format gives way
+        convert(ours, out, to=to, overwrite=True)
+    (out / "mine.txt").write_text("precious")
+    runs = tmp_path / "runs"
+    shutil.copytree(ours, runs / "checkpoint-5")  # a folder of checkpoints is none
+    for folder in (out, runs):
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(FileExistsError, match="is no checkpoint and is not replaced by one: it has '(mine|checkp)"):
+            convert(ours, folder, to="safetensors", overwrite=True)
+        assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,20 @@ def begin(final: Path, *, replace: bool = False, io: DiskIO = DISK) -> Path:
     if os.path.lexists(final) and not replace:
         raise FileExistsError(f"{final} exists; a checkpoint is not written over another unless that is asked for")
     if final.is_dir() and not final.is_symlink() and not is_ours(final):
-        others = sorted(path.name for path in final.iterdir() if not _PARTS_OF_OURS.match(path.name))
-        if others:
-            raise FileExistsError(
-                f"{final} is no checkpoint of ourshard and is not replaced by one: it has {others[0]!r}"
-                f"{f' and {len(others) - 1} more' if others[1:] else ''}. Choose another folder, or remove it."
-            )
+        refuse_others(final, sorted(path.name for path in final.iterdir() if not _PARTS_OF_OURS.match(path.name)))
     temporary = temporary_of(final)
     io.remove_tree(temporary)
     io.make_folder(temporary)
     return temporary
+
+
+def refuse_others(final: Path, others: Sequence[str]) -> None:
+    """Raise FileExistsError if a folder that would be replaced has anything in it that is of no checkpoint."""
+    if others:
+        raise FileExistsError(
+            f"{final} is no checkpoint and is not replaced by one: it has {others[0]!r}"
+            f"{f' and {len(others) - 1} more' if others[1:] else ''}. Choose another folder, or remove it."
+        )
 
 
 def temporary_of(final: Path) -> Path:

@@ -12,6 +12,11 @@ FOR_MODEL = re.compile(
     r"|(modeling|configuration|tokenization|processing)_\w+\.py"
 )
 FOR_TRAINING = re.compile(r"trainer_state\.json")
+_OF_STATE = re.compile(
+    r".*\.(safetensors|bin)(\.index\.json)?|.*\.(pt|pth|pkl|distcp)|\.metadata|latest(_universal)?|ourshard\..*\.?json"
+    r"|(ourshard|pytorch_model|pytorch_model_fsdp|optimizer)(_\d+)?|global_step\d+(_universal)?|zero|zero_to_fp32\.py"
+    r"|extra|ranks|parts"
+)
 MAX_NBYTES = 256 << 20
 
 
@@ -28,3 +33,12 @@ def companions(folder: Path) -> dict[str, Path]:
 def is_for_model(name: str) -> bool:
     """Tell whether a file goes with the weights alone."""
     return FOR_MODEL.fullmatch(name) is not None
+
+
+def strangers(folder: Path) -> list[str]:
+    """List what a folder holds and no checkpoint does; all of it, if nothing there is of weights or state."""
+    names = sorted(path.name for path in folder.iterdir())
+    if not any(_OF_STATE.fullmatch(name) for name in names):
+        return names
+    known = (_OF_STATE, FOR_MODEL, FOR_TRAINING)
+    return [name for name in names if not any(each.fullmatch(name) for each in known)]

@@ -21,7 +21,8 @@ import psutil
 import torch
 
 from . import view
-from .commit import put_in_place
+from .commit import put_in_place, refuse_others
+from .companions import strangers
 from .io import DISK, DiskIO
 from .merge import merge_adapter as merged
 from .registry import writer
@@ -148,7 +149,7 @@ def convert(
     memory: the resident set of this process stays below it, plus the largest row that has to be held whole.
     merge_adapter: add a LoRA to its base weights, which are in `src` or in the checkpoint `base`.
     model: which one, where `src` holds several (accelerate numbers them from 0).
-    overwrite: replace `dst` when the new one is finished. dry_run: write nothing.
+    overwrite: replace the checkpoint `dst` when the new one is finished; nothing else is. dry_run: write nothing.
 
     Raises FileExistsError, FileNotFoundError, ValueError for what was asked, CheckpointError for a bad `src`, OSError
     for the disk. If it is stopped, the same call goes on where it was.
@@ -229,6 +230,8 @@ def _check_place(src: Path, dst: Path, *, overwrite: bool) -> None:
         raise FileExistsError(f"{dst} exists; choose another folder, or overwrite it with overwrite=True (--overwrite)")
     if dst.exists() and not dst.is_dir():
         raise ValueError(f"{dst} is a file: the result is a folder")
+    if dst.exists() and not dst.is_symlink():
+        refuse_others(dst, strangers(dst))
 
 
 def _check_space(temporary: Path, nbytes: int) -> None:
