@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -181,6 +182,44 @@ def test_plain_tensors_take_the_values_of_a_parameter_that_is_whole(ranks):
     """F11: `copy_` from a resting parameter once wrote nothing, and said nothing."""
     for told in ranks(2)(take_values):
         assert told == {"copied": True, "added": True, "held": True}
+
+
+def keep_after_block(config: dict[str, Any]) -> None:
+    """Keep parameters and views of them beyond the block, read them, train on, read them again, and let go."""
+    import ourshard
+
+    both = pair(config, Library, momentum)
+    ids = tokens(0, 4)
+    slots = [lane.full for unit in both.engine.units for lane in unit.freed]
+    with ourshard.gathered(both.sharded):
+        kept = both.sharded.head.weight
+        views = {"detached": kept.detach(), "row": kept.detach()[1], **both.sharded.state_dict()}
+        wanted = {name: value.clone() for name, value in views.items()}
+    assert not any(slot.allocated for slot in slots)
+    assert kept.shape == both.plain.head.weight.shape
+    assert "head.weight" in repr(kept)
+    for _ in range(2):
+        for read in (torch.sum, torch.Tensor.tolist, torch.Tensor.detach, lambda p: p.data, lambda p: p[0]):
+            with pytest.raises(RuntimeError, match=r"'head\.weight' was taken inside of `with ourshard.gathered"):
+                read(kept)
+        for name, value in views.items():
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=0)
+        both.zero_grad()
+        both.plain(ids).backward()
+        both.sharded(part(ids)).backward()
+        both.step()
+        both.assert_same()
+        assert not any(slot.allocated for slot in slots)
+    del kept, views, value
+    gc.collect()  # of the errors
+    with torch.no_grad():
+        both.sharded(part(ids))
+    assert not any(unit.taken for unit in both.engine.units)
+
+
+def test_what_is_kept_of_a_gathered_model_is_an_error_or_stays_as_it_was(ranks):
+    """X07: use after release. Reading it once ended the process."""
+    ranks(2)(keep_after_block, {"stage": 3, "persist_below": 0})
 
 
 def read_root_before_backward() -> None:

@@ -57,7 +57,7 @@ def give_back_unused(device: torch.device) -> None:
 class Slot:
     """A flat buffer of `numel` elements, allocated or not: Note [Stable storage]. Starts out empty."""
 
-    __slots__ = ("_kind", "_ledger", "_storage", "allocated", "nbytes", "tensor")
+    __slots__ = ("_kind", "_ledger", "_own_tensors", "_storage", "allocated", "nbytes", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: Kind, ledger: Ledger | None) -> None:
         with own_memory(device):
@@ -67,6 +67,7 @@ class Slot:
         self.allocated = True
         self._ledger = ledger
         self._kind = kind
+        self._own_tensors = 0
         if ledger is not None:
             ledger.hold(kind, self.nbytes)
 
@@ -100,3 +101,22 @@ class Slot:
             self.allocated = False
             if self._ledger is not None:
                 self._ledger.hold(self._kind, -self.nbytes)
+
+    def count_own(self) -> None:
+        """Take the tensors that are on the storage now for those of the engine."""
+        self._own_tensors = self._count()
+
+    @property
+    def has_others(self) -> bool:
+        """Say whether there are more than those, which users, or a graph, may hold."""
+        return self._count() > self._own_tensors
+
+    def leave(self) -> None:
+        """Leave the memory, and the end of it, to the tensors that are on it."""
+        if self.allocated and self._ledger is not None:
+            self._ledger.hold(self._kind, -self.nbytes)
+        self.allocated = False
+
+    def _count(self) -> int:
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)  # type: ignore[attr-defined]
+        return count

@@ -40,8 +40,21 @@ class LaneChanges(LaneStore):
                 self.hold(self._shard_kind, self.shard, -1)
             self._make_shard()
         if self.placement.params is At.SHARD:
+            self.full.count_own()
             self.full.free()
         self.watch_strays()
+
+    def leave_full(self) -> None:
+        """Take a new slot, and leave the old one's memory to views of it: Note [Kept after gathered] in kept.py."""
+        old = self.full
+        self._make_full()
+        for position, leaf in enumerate(self.leaves):
+            views = [name for name, value in vars(leaf).items() if torch.is_tensor(value) and old.contains(value)]
+            leaf.data = self.whole_view(self.full.tensor, position)
+            for name in views:
+                setattr(leaf, name, leaf.data)
+        old.leave()
+        self.full.count_own()
 
     def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
         """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""

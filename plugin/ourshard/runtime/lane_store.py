@@ -326,6 +326,7 @@ class LaneStore:
                 setattr(tensor, name, tensor.data)
         self.watch_strays()
         if self.placement.params is At.SHARD:
+            self.full.count_own()
             self.full.free()
 
     def watch_strays(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.kept import count_references, leave_views, note_taken
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
@@ -21,6 +22,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
     """Make `units` whole, in place, for the time of the context; see `api.gathered`."""
     engine.control.agree(f"gathered({', '.join(unit.label for unit in units[:3])}{', ...' if len(units) > 3 else ''})")
     resting = [unit for unit in units if not unit.installed]
+    leaves = count_references([unit for unit in resting if not unit.whole])
     with torch.no_grad():
         for unit in units:
             unit.issue_gather()
@@ -46,7 +48,10 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
             unit.pinned -= 1
             if unit in resting:
                 unit.held = False
+                if not unit.pinned:
+                    leave_views(unit)
                 unit.release()
+        note_taken(leaves)
         if writeback:
             engine.masters_changed()
     if everything and engine.outside_of_forward:

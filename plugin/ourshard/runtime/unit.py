@@ -26,6 +26,7 @@ from torch import nn
 
 from ourshard.runtime.hooks import Entry, hook_outputs, tensors_in
 from ourshard.runtime.inventory import Parameter
+from ourshard.runtime.kept import Taken, close, reopen
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.layout import UnitLayout
 from ourshard.runtime.meter import Spent
@@ -91,7 +92,8 @@ class Unit:
         self.sharded = False  # some lane's parameters are sharded at rest: gathering communicates
         self._passage: Passage | None = None  # the forward or backward under way, if someone looks
         self._gathered: Any = None  # event on the gather stream that compute has not waited for
-        self._resting: list[Lane] = []  # lanes whose whole parameters are freed
+        self.freed: list[Lane] = []  # lanes whose whole parameters are freed at release
+        self.taken: list[Taken] = []  # leaves that the user holds: Note [Kept after gathered] in kept.py
         self._gather_mark: Any = None  # that event, kept for the next gather
         self._reduce_mark: Any = None  # as `_gather_mark`, on the reduce stream
         self._sites: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
@@ -101,7 +103,7 @@ class Unit:
         reduce_dtype = self.engine.reduce_dtype
         self.lanes = [Lane(self, lane, parameters, reduce_dtype or lane.key.compute_dtype) for lane in layout.lanes]  # type: ignore[attr-defined]
         self.sharded = any(lane.gathers for lane in self.lanes)
-        self._resting = [lane for lane in self.lanes if lane.placement.params is At.SHARD]
+        self.freed = [lane for lane in self.lanes if lane.placement.params is At.SHARD]
 
     def take_over(self) -> None:
         """Turn the model's parameters into what the lanes hold; see `Lane.take_over`."""
@@ -132,6 +134,8 @@ class Unit:
         self.whole = True
         for lane in self.lanes:
             lane.full.allocate()
+        if self.taken:
+            reopen(self)
         if engine.ledger is not None and self.sharded:
             engine.ledger.gathers[self.label] += 1
         with engine.streams.gather() as stream:
@@ -186,14 +190,16 @@ class Unit:
         """Put handles back and, where parameters are sharded at rest, free the whole ones."""
         if self.installed:
             self.uninstall()
-        if self.pinned or not self.whole or not self._resting:
+        if self.pinned or not self.whole or not self.freed:
             return
         if self._gathered is not None:  # gathered ahead and not used: the block must not be reused before it lands
             self.engine.streams.wait(self._gathered, Spent.GATHER, self.label)
             self._gathered = None
         self.whole = False
-        for lane in self._resting:
+        for lane in self.freed:
             lane.full.free()
+        if self.taken:
+            close(self)
 
     def release_unused(self) -> None:
         """Release a unit that was gathered ahead, or only because other ranks did, and not asked for since."""
