@@ -150,7 +150,7 @@ def test_a_checkpoint_is_never_converted_in_place_or_over_another(ours: Path, tm
 
 
 @pytest.mark.parametrize("to", sorted({*writer_names()} - {"peft"}))
-def test_a_conversion_replaces_checkpoints_and_no_folder_with_anything_else(ours: Path, tmp_path: Path, to: str) -> None:
+def test_a_conversion_replaces_checkpoints_and_nothing_else(ours: Path, tmp_path: Path, to: str) -> None:
     out = tmp_path / "out"
     for _ in range(2):  # a checkpoint of each format gives way
         convert(ours, out, to=to, overwrite=True)
@@ -159,7 +159,9 @@ def test_a_conversion_replaces_checkpoints_and_no_folder_with_anything_else(ours
     shutil.copytree(ours, runs / "checkpoint-5")  # a folder of checkpoints is none
     for folder in (out, runs):
         before = sorted(folder.rglob("*"))
-        with pytest.raises(FileExistsError, match="is no checkpoint and is not replaced by one: it has '(mine|checkp)"):
+        with pytest.raises(
+            FileExistsError, match=r"is no checkpoint and is not replaced by one: it has '(mine|checkp)"
+        ):
             convert(ours, folder, to="safetensors", overwrite=True)
         assert sorted(folder.rglob("*")) == before
 

@@ -162,7 +162,9 @@ def convert_command(
     workers: Annotated[
         int | None, typer.Option(help="Threads that read and write. Default: the cores, at most 4.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint DST, when the new one is complete.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the checkpoint DST, when the new one is complete.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be written and what would be lost; write nothing.")
     ] = False,
