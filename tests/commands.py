@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -51,10 +52,12 @@ def kill_tree(pid: int, first: signal.Signals | None = None) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that was free a moment ago, below those that systems give to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # not the seeded generator: runs beside each other
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,6 @@ def _pools() -> Iterator[PoolSet]:
 
 @pytest.fixture
 def ranks(_pools: PoolSet) -> Iterator[Callable[..., Any]]:
-    """`ranks(world)(function, *args, timeout=60, **kwargs)`: run on real gloo ranks; see `tests.rank_pool`."""
+    """`ranks(world)(function, *args, timeout=120, **kwargs)`: run on real gloo ranks; see `tests.rank_pool`."""
     yield _pools.ranks
     _pools.end_test()

@@ -51,7 +51,8 @@ from tests.commands import ROOT, clean_environment, kill_tree
 from tests.rank_messages import FD_VARIABLE, STACKS_VARIABLE, RankFailure, RankState
 
 START_TIMEOUT = 120.0  # seconds; two cores import torch in four processes
-CLEAN_TIMEOUT = 20.0
+TEST_TIMEOUT = 120.0  # of a call that gives none: tests take seconds, and a machine may have other work
+CLEAN_TIMEOUT = 60.0
 GRACE = 5.0  # seconds that the other ranks get after the first failure
 MOST_GROUPS = 64  # a pool whose tests made more process groups than this is replaced
 MOST_POOLS = 2
@@ -342,9 +343,9 @@ class PoolSet:
         self._used: list[RankPool] = []
 
     def ranks(self, world: int, fresh: bool = False) -> Callable[..., Any]:
-        """Return `call(function, *args, timeout=60, **kwargs)`, which runs a module-level function on `world` ranks."""
+        """Return `call(function, *args, timeout=120, **kwargs)`, which runs a module-level function on all ranks."""
 
-        def call(function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> Any:
+        def call(function: Callable[..., Any], *args: Any, timeout: float = TEST_TIMEOUT, **kwargs: Any) -> Any:
             if not fresh:
                 return self._pool(world).run(function, args, kwargs, timeout)
             pool = RankPool(world, fresh=True)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from tests.commands import ROOT
 from tests.rank_messages import FD_VARIABLE, STACKS_VARIABLE, RankFailure, RankState
 
-GROUP_TIMEOUT = timedelta(seconds=30)
+GROUP_TIMEOUT = timedelta(seconds=60)
 
 
 class _CpuPickler(pickle.Pickler):

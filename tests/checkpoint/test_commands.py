@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,9 @@ def ours(tmp_path: Path) -> Path:
 
 def test_help_lists_the_commands_and_loads_neither_torch_nor_a_command() -> None:
     program = "import sys; from ourshard import cli\ntry: cli.main(['--help'])\nfinally: print('torch' in sys.modules)"
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert done.stdout.endswith("False\n")
-    assert time.perf_counter() - began < 10
     for name in cli.COMMANDS:
         assert name in done.stdout
 

@@ -99,7 +99,7 @@ def test_a_save_that_a_disk_fails_is_an_error_on_all_ranks_and_the_one_before_lo
 ) -> None:
     root = request.getfixturevalue("disk") if what in ("full", "read-only") else tmp_path / "disk"
     root.mkdir(exist_ok=True)
-    for error, losses, again in ranks(2)(saved_and_failed, str(root), what, asynchronous, timeout=60):
+    for error, losses, again in ranks(2)(saved_and_failed, str(root), what, asynchronous):
         assert re.search(WORDS[what], error), error
         assert losses == again
     left = {path.name for path in root.iterdir()}

@@ -19,7 +19,7 @@ from ourshard.checkpoint.source import CheckpointError, Source, detect
 from tests.checkpoint.foreign import made_folder, made_names, same
 from tests.fixtures.net import Norm
 
-SECONDS = 30  # for one damaged checkpoint; the first of them imports transformers
+SECONDS = 120  # for one damaged checkpoint, of the second or so that it takes; the first of them imports transformers
 # Files whose bytes are under checksums of torch.save; what is damaged in others may not be told from what is meant.
 NOT_TRAINED = (
     "head.weight",

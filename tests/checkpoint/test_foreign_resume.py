@@ -79,7 +79,7 @@ def test_a_checkpoint_of_another_engine_loads_bit_for_bit(ranks: Any, case: Case
     kind = next(kind for kind in ("gpt2", "lora", "llama") if kind in case.name)
     stages = [0, 1, 2, 3] if case.name == "accel_ds_z2_llama_w2_bf16" else [3]
     groups = groups_of(case, kind)
-    rates = ranks(2)(load_and_save, kind, str(case.inner()), str(tmp_path), groups, stages, timeout=60)[0]
+    rates = ranks(2)(load_and_save, kind, str(case.inner()), str(tmp_path), groups, stages)[0]
     assert all(rate != 7.0 for rate in rates)
     for stage in stages:
         with detect(tmp_path / f"stage{stage}") as source:
@@ -105,7 +105,7 @@ def through_accelerate(folder: str, out: str, groups: list[list[str]]) -> dict[s
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in ("shared", "accel_ds_z2_llama_w2_bf16")])
 def test_accelerate_loads_the_state_of_another_engine(ranks: Any, case: Case, tmp_path: Path) -> None:
     groups = groups_of(case, "llama")
-    told = ranks(2)(through_accelerate, str(case.inner()), str(tmp_path / "out"), groups, timeout=60)[0]
+    told = ranks(2)(through_accelerate, str(case.inner()), str(tmp_path / "out"), groups)[0]
     assert told["steps"] > 0
     with detect(tmp_path / "out") as source:
         assert_equals_truth(source, load_truth(case.truth))
@@ -141,7 +141,7 @@ BY_TRAINER = ("shared", "trainer_ds_z2_llama_w2_bf16", "trainer_fsdp2_sharded_gp
 def test_a_trainer_resumes_from_the_checkpoint_of_another_engine(ranks: Any, case: Case, tmp_path: Path) -> None:
     kind = "gpt2" if "gpt2" in case.name else "llama"
     out = str(tmp_path / "out")
-    assert ranks(2)(through_trainer, kind, str(case.inner()), out, timeout=100) == [(3, 5), (3, 5)]
+    assert ranks(2)(through_trainer, kind, str(case.inner()), out) == [(3, 5), (3, 5)]
     with detect(out) as source:
         assert_equals_truth(source, load_truth(case.truth))
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_without_a_scheduler_is_refused_before_it_is_loaded(
 ) -> None:
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(case.inner(), folder, ignore=shutil.ignore_patterns("scheduler.pt"))
-    for told in ranks(2)(refused_by_trainer, "gpt2", str(folder), str(tmp_path / "out"), timeout=60):
+    for told in ranks(2)(refused_by_trainer, "gpt2", str(folder), str(tmp_path / "out")):
         assert "checkpoint-3 has no state of a scheduler, neither in a file of its own nor in its engine's" in told
 
 
@@ -179,7 +179,7 @@ def with_deepspeeds_scheduler(case: Case, folder: Path) -> None:
 def test_a_trainer_goes_on_where_deepspeeds_own_scheduler_was(ranks: Any, case: Case, tmp_path: Path) -> None:
     with_deepspeeds_scheduler(case, tmp_path / "checkpoint-3")
     out = str(tmp_path / "out")
-    ended = ranks(2)(through_trainer, "llama", str(tmp_path / "checkpoint-3"), out, timeout=100)
+    ended = ranks(2)(through_trainer, "llama", str(tmp_path / "checkpoint-3"), out)
     assert ended == [(3, 5), (3, 5)]
     with detect(out) as source:
         assert_equals_truth(source, load_truth(case.truth))
@@ -195,7 +195,7 @@ def test_accelerate_goes_on_where_deepspeeds_own_scheduler_was(
     if converted:
         folder = convert(folder, tmp_path / "converted", to="ourshard").path
     groups = groups_of(case, "llama")
-    told = ranks(2)(through_accelerate, str(folder), str(tmp_path / "out"), groups, timeout=60)[0]
+    told = ranks(2)(through_accelerate, str(folder), str(tmp_path / "out"), groups)[0]
     assert told["steps"] == 3
     assert told["lr"] == pytest.approx(0.01 / 1.3)
     with detect(tmp_path / "out") as source:
@@ -206,10 +206,10 @@ def test_accelerate_goes_on_where_deepspeeds_own_scheduler_was(
 def test_weights_alone_are_resumed_from_only_where_the_user_says_so(ranks: Any, case: Case, tmp_path: Path) -> None:
     folder, out = tmp_path / "checkpoint-3", str(tmp_path / "out")
     shutil.copytree(case.inner(), folder, ignore=shutil.ignore_patterns("optimizer_0", "scheduler.pt"))
-    for told in ranks(2)(refused_by_trainer, "gpt2", str(folder), out, timeout=60):
+    for told in ranks(2)(refused_by_trainer, "gpt2", str(folder), out):
         assert "checkpoint-3 holds no state of an optimizer" in told
         assert "set save_only_model=True" in told
-    ended = ranks(2)(through_trainer, "gpt2", str(folder), out, save_only_model=True, timeout=100)
+    ended = ranks(2)(through_trainer, "gpt2", str(folder), out, save_only_model=True)
     assert ended == [(0, 5), (0, 5)]
     with detect(out) as source:
         truth = load_truth(case.truth)
@@ -222,7 +222,7 @@ def test_weights_alone_are_resumed_from_only_where_the_user_says_so(ranks: Any, 
 def test_a_trainer_resumes_from_what_was_converted(ranks: Any, case: Case, tmp_path: Path) -> None:
     convert(case.inner(), tmp_path / "checkpoint-3", to="ourshard")
     out = str(tmp_path / "out")
-    ended = ranks(2)(through_trainer, "gpt2", str(tmp_path / "checkpoint-3"), out, timeout=100)
+    ended = ranks(2)(through_trainer, "gpt2", str(tmp_path / "checkpoint-3"), out)
     assert ended == [(3, 5), (3, 5)]
     with detect(out) as source:
         assert_equals_truth(source, load_truth(case.truth))

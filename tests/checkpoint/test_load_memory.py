@@ -64,5 +64,5 @@ def loaded(root: str, saved: int, stage: int, stepped: bool) -> tuple[int, int]:
 def test_loading_the_optimizers_state_takes_a_units_worth_of_memory_besides(
     ranks: Any, tmp_path: Path, saved: int, stage: int, stepped: bool
 ) -> None:
-    for extra, state in ranks(2)(loaded, str(tmp_path / "saved"), saved, stage, stepped, timeout=90):
+    for extra, state in ranks(2)(loaded, str(tmp_path / "saved"), saved, stage, stepped):
         assert extra < UNIT + SLACK < state / 3, f"{extra / 2**20:.1f} MiB besides {state / 2**20:.1f}"

@@ -336,7 +336,7 @@ def test_it_loads_at_every_stage_and_world(ranks: Any, saved: dict[str, Any], wo
 
 
 def assert_loads_everywhere(ranks: Any, saved: dict[str, Any], world: int, readers: list[dict[str, Any]]) -> None:
-    told = ranks(world)(load_all, str(saved["root"]), readers, list(WRITERS), timeout=90)[0]
+    told = ranks(world)(load_all, str(saved["root"]), readers, list(WRITERS))[0]
     assert len(told) == len(readers) * len(WRITERS)
     for again, losses in told.items():
         name, _, number = again.partition("-on")

@@ -47,7 +47,7 @@ def from_each_into_the_next(root: str, asynchronous: bool) -> list[tuple[str, fl
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 def test_a_save_of_one_tier_loads_into_another(ranks: Any, tmp_path: Path, asynchronous: bool) -> None:
-    for told in ranks(2)(from_each_into_the_next, str(tmp_path), asynchronous, timeout=90):
+    for told in ranks(2)(from_each_into_the_next, str(tmp_path), asynchronous):
         assert len(told) == 10
         for name, apart in told[::2]:
             assert apart == 0, name
@@ -98,6 +98,6 @@ def two_models(root: str, asynchronous: bool) -> tuple[list[float], list[float]]
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 def test_two_models_with_two_optimizers_go_on(ranks: Any, tmp_path: Path, asynchronous: bool) -> None:
     """CASES F06."""
-    for losses, again in ranks(2)(two_models, str(tmp_path), asynchronous, timeout=60):
+    for losses, again in ranks(2)(two_models, str(tmp_path), asynchronous):
         assert losses == again
     assert sorted(path.name for path in (tmp_path / "both").glob("ourshard*")) == ["ourshard", "ourshard_1"]

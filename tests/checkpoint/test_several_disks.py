@@ -65,7 +65,7 @@ def assert_holds_the_same(one: Path, other: Path) -> None:
 def test_each_disk_gets_the_rows_of_its_ranks_and_all_go_on_from_them(
     ranks: Any, tmp_path: Path, config: dict[str, Any], asynchronous: bool
 ) -> None:
-    for losses, again in ranks(2)(save_and_go_on, str(tmp_path), 1, config, asynchronous, timeout=60):
+    for losses, again in ranks(2)(save_and_go_on, str(tmp_path), 1, config, asynchronous):
         assert losses == again
     assert sorted(path.name for path in (tmp_path / "node1").iterdir()) == ["step"]
     assert_holds_the_same(tmp_path / "shared", copied_into_one(tmp_path, tmp_path / "together"))
@@ -73,7 +73,7 @@ def test_each_disk_gets_the_rows_of_its_ranks_and_all_go_on_from_them(
 
 @pytest.mark.slow  # four ranks
 def test_replicas_on_two_machines_have_a_whole_copy_each(ranks: Any, tmp_path: Path) -> None:
-    for losses, again in ranks(4)(save_and_go_on, str(tmp_path), 2, HYBRID, False, timeout=90):
+    for losses, again in ranks(4)(save_and_go_on, str(tmp_path), 2, HYBRID, False):
         assert losses == again
     assert_holds_the_same(tmp_path / "shared", copied_into_one(tmp_path, tmp_path / "together"))
 
@@ -117,7 +117,7 @@ def test_rows_that_are_on_another_disk_are_named_on_all_ranks_and_nothing_is_loa
 ) -> None:
     import re
 
-    for error, same in ranks(2)(refused, str(tmp_path), what, timeout=60):
+    for error, same in ranks(2)(refused, str(tmp_path), what):
         assert re.search(WORDS[what], error), error
         assert same
 
@@ -143,8 +143,8 @@ def save_state_on_each(root: str, each: bool) -> tuple[list[float], list[float]]
 
 
 def test_save_state_writes_on_each_node_where_that_is_asked_for(ranks: Any, tmp_path: Path) -> None:
-    for losses, again in ranks(2)(save_state_on_each, str(tmp_path), True, timeout=60):
+    for losses, again in ranks(2)(save_state_on_each, str(tmp_path), True):
         assert losses == again
     with pytest.raises(AssertionError, match="or set save_on_each_node") as caught:
-        ranks(2)(save_state_on_each, str(tmp_path), False, timeout=60)
+        ranks(2)(save_state_on_each, str(tmp_path), False)
     assert {failure.type_name for failure in caught.value.failures} == {"ValueError"}

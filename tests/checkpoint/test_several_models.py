@@ -159,7 +159,7 @@ def test_accelerate_loads_two_models_of_another_engine(ranks: Any, tmp_path: Pat
         for stem in ("pytorch_model_fsdp", "optimizer"):
             shutil.copytree(case.inner() / f"{stem}_0", tmp_path / "state" / f"{stem}_{number}")
     groups = [groups_of(case, kind) for case, kind in zip(cases, ("llama", "gpt2"), strict=True)]
-    ranks(2)(load_two, str(tmp_path / "state"), str(tmp_path / "out"), groups, timeout=60)
+    ranks(2)(load_two, str(tmp_path / "state"), str(tmp_path / "out"), groups)
     for number, case in enumerate(cases):
         with detect(tmp_path / "out" / str(number)) as source:
             assert_equals_truth(source, load_truth(case.truth))

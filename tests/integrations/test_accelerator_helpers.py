@@ -63,5 +63,5 @@ def loops(shard: dict[str, Any] | None) -> dict[str, Any]:
 def test_helpers_of_an_accelerator_give_what_they_give_in_one_process(ranks):
     wanted = loops(None)
     assert len(wanted["shards"]["told"]) == 11
-    for found in ranks(2)(loops, {"persist_below": 50, "stage": 3}, timeout=60):
+    for found in ranks(2)(loops, {"persist_below": 50, "stage": 3}):
         assert apart(found, wanted) < 1e-5

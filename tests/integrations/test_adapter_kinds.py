@@ -87,7 +87,7 @@ def trained_all(kinds: list[str], folder: str, shard: dict[str, Any] | None) -> 
 @pytest.mark.parametrize("kinds", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
 def test_each_kind_trains_saves_and_opens_as_in_one_process(ranks, tmp_path, kinds):
     wanted = trained_all(kinds, str(tmp_path / "one"), None)
-    for found in ranks(2)(trained_all, kinds, str(tmp_path / "two"), SHARD, timeout=120):
+    for found in ranks(2)(trained_all, kinds, str(tmp_path / "two"), SHARD):
         for kind in kinds:
             assert apart(found[kind], wanted[kind]) < 5e-6, kind  # norms of randlora are above 10
             norms = [norm for _, norm in wanted[kind]["logs"]]
@@ -120,8 +120,8 @@ def allocates(folder: str, shard: dict[str, Any] | None) -> dict[str, Any]:
 def test_adalora_allocates_where_its_adapters_are_whole_and_is_told_what_to_do_where_not(ranks, tmp_path):
     wanted = allocates(str(tmp_path / "one"), None)
     assert wanted["said"] == []
-    for found in ranks(2)(allocates, str(tmp_path / "two"), {"stage": 3, "persist_below": 500}, timeout=60):
+    for found in ranks(2)(allocates, str(tmp_path / "two"), {"stage": 3, "persist_below": 500}):
         assert apart(found, wanted) < 2e-6
-    for found in ranks(2)(allocates, str(tmp_path / "cut"), SHARD, timeout=60):
+    for found in ranks(2)(allocates, str(tmp_path / "cut"), SHARD):
         assert "lora_A" in found["said"][0]
         assert "is sharded and not whole" in found["said"][0]

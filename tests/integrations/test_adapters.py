@@ -96,7 +96,7 @@ SLOW = [pytest.param(name, stage, marks=pytest.mark.slow) for name in BASES for 
 def test_adapters_train_over_a_base_of_any_dtype_which_stays_as_it_was(ranks, tmp_path, name, stage):
     """B01, B03, B05: losses as in one process, frozen bits and every dtype kept, adapters saved whole."""
     wanted = trained(name, str(tmp_path / "one"), None, alone=True)
-    results = ranks(2)(trained, name, str(tmp_path / "two"), {"stage": stage, "persist_below": 50}, timeout=90)
+    results = ranks(2)(trained, name, str(tmp_path / "two"), {"stage": stage, "persist_below": 50})
     for found in results:
         assert np.allclose(found.column("loss"), wanted.column("loss"), atol=BASES[name][2])
         assert {k: v.dtype for k, v in found.state.items()} == {k: v.dtype for k, v in wanted.state.items()}
@@ -134,7 +134,7 @@ def reloads(folder: str, shard: dict[str, Any] | None) -> list[Any]:
 def test_adapters_keep_their_dtype_and_train_on_in_the_one_that_they_are_loaded_in(ranks, tmp_path):
     """B08."""
     *wanted, saved = reloads(str(tmp_path / "one"), None)
-    for *found, told in ranks(2)(reloads, str(tmp_path / "two"), {"stage": 3, "persist_below": 50}, timeout=90):
+    for *found, told in ranks(2)(reloads, str(tmp_path / "two"), {"stage": 3, "persist_below": 50}):
         assert told == saved
         assert {dtype for dtype, _ in told.values()} == {"torch.float16"}
         for (dtypes, losses), (wanted_dtypes, wanted_losses) in zip(found, wanted, strict=True):
@@ -160,7 +160,7 @@ def composed(folder: str) -> str:
 
 
 def test_a_base_of_composed_tensors_is_refused_by_name_on_every_rank(ranks, tmp_path):
-    for said in ranks(2)(composed, str(tmp_path), timeout=40):
+    for said in ranks(2)(composed, str(tmp_path)):
         assert "layers.1.mlp.up_proj.weight' is a TwoTensor, several tensors behind one" in said
         assert "bitsandbytes" in said
 
@@ -197,5 +197,5 @@ def test_adapters_over_a_base_of_bitsandbytes_train_as_in_one_process(ranks, tmp
     trainer_runs.llama(hidden_size=64, intermediate_size=128).save_pretrained(base)
     wanted = over_quantized(str(tmp_path / "one"), base, bits, None)
     shard = {"stage": 3, "persist_below": 50}
-    for found in ranks(2)(over_quantized, str(tmp_path / "two"), base, bits, shard, timeout=90):
+    for found in ranks(2)(over_quantized, str(tmp_path / "two"), base, bits, shard):
         assert apart(found, wanted) < 1e-5

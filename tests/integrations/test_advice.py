@@ -89,8 +89,8 @@ def fail_at(place: str, config: dict[str, Any]) -> tuple[str, tuple[Any, ...], l
 @pytest.mark.ranks
 @pytest.mark.parametrize("place", PLACES)
 def test_an_out_of_memory_error_names_the_cheapest_change_and_training_goes_on(ranks: Any, place: str) -> None:
-    expected = ranks(2)(fail_at, "step", {"stage": 3}, timeout=60)[0][3] if place == "backward" else None
-    for text, args, notes, state in ranks(2)(fail_at, place, {"stage": 0}, timeout=60):
+    expected = ranks(2)(fail_at, "step", {"stage": 3})[0][3] if place == "backward" else None
+    for text, args, notes, state in ranks(2)(fail_at, place, {"stage": 0}):
         assert text.startswith(MESSAGE)
         assert len(args) == 1  # `find_executable_batch_size` of accelerate asks for it
         (advice,) = notes if sys.version_info >= (3, 11) else (text.removeprefix(f"{MESSAGE}\n"),)
@@ -116,7 +116,7 @@ def raised_without_notes() -> str:
 
 @pytest.mark.ranks
 def test_where_exceptions_have_no_notes_the_message_itself_says_it_once(ranks: Any) -> None:
-    text = ranks(2)(raised_without_notes, timeout=60)[0]
+    text = ranks(2)(raised_without_notes)[0]
     assert text.startswith(MESSAGE)
     assert text.count("The cheapest change that would fit: stage: 2 saves") == 1
 
@@ -141,7 +141,7 @@ def host_runs_out(kind: str) -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["python", "torch"])
 def test_where_a_cpu_trains_host_memory_is_what_the_advice_is_about(ranks: Any, kind: str) -> None:
-    for notes in ranks(2)(host_runs_out, kind, timeout=60):
+    for notes in ranks(2)(host_runs_out, kind):
         assert "activations and others" in notes[-1]
         wanted = (
             "The cheapest change that would fit: stage: 2 saves" if kind == "python" else "No single change is enough"
@@ -183,4 +183,4 @@ def error_in_evaluation() -> list[str]:
 
 @pytest.mark.ranks
 def test_other_errors_stay_as_they_are(ranks: Any) -> None:
-    assert ranks(2)(error_in_evaluation, timeout=60) == [[], []]
+    assert ranks(2)(error_in_evaluation) == [[], []]

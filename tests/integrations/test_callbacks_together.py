@@ -167,6 +167,6 @@ def runs_page(folder: str) -> list[str]:
 def test_every_callback_is_on_the_page_and_its_code_runs(ranks: Any, tmp_path: Path) -> None:
     from ourshard import trainer_callbacks
 
-    shown = ranks(2)(runs_page, str(tmp_path), timeout=90)
+    shown = ranks(2)(runs_page, str(tmp_path))
     assert sorted(shown[0]) == sorted(trainer_callbacks.__all__)
     assert (tmp_path / "run" / "whole" / "config.json").is_file()

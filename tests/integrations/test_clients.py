@@ -47,7 +47,7 @@ def test_clients_on_two_ranks_get_what_one_process_gets(ranks, folder, stage):
 def test_stopping_early_gives_the_best_model_back(ranks, tmp_path, peft, alone):
     options = {"peft": peft, "save_only_model": alone}
     wanted = stops_early(str(tmp_path / "one"), None, **options)
-    for found in ranks(2)(stops_early, str(tmp_path / "two"), {**SHARD, "stage": 3}, **options, timeout=90):
+    for found in ranks(2)(stops_early, str(tmp_path / "two"), {**SHARD, "stage": 3}, **options):
         assert apart(found, wanted) < 2e-6
 
 
@@ -77,7 +77,7 @@ def saves_adapters(folder: str) -> dict[str, Any]:
 
 def test_a_save_of_adapters_gathers_adapters_alone_and_all_of_them(ranks, tmp_path):
     """B06, A15."""
-    for told in ranks(2)(saves_adapters, str(tmp_path), timeout=60):
+    for told in ranks(2)(saves_adapters, str(tmp_path)):
         assert sum(told["moved"].values()) == told["padded"] * (told["world"] - 1) // told["world"]
         assert set(told["saved"]) == set(told["held"])
         assert all(torch.equal(told["saved"][name], value) for name, value in told["held"].items())
@@ -99,7 +99,7 @@ def attaches_adapters() -> tuple[int, int]:
 
 def test_attaching_adapters_to_a_sharded_model_gathers_nothing(ranks):
     """B09."""
-    assert ranks(2)(attaches_adapters, timeout=60) == [(0, 4), (0, 4)]
+    assert ranks(2)(attaches_adapters) == [(0, 4), (0, 4)]
 
 
 def reads_on_one_rank(folder: str, stage: int) -> list[str]:
@@ -126,9 +126,9 @@ def reads_on_one_rank(folder: str, stage: int) -> list[str]:
 
 def test_a_callback_that_reads_weights_on_one_rank_sees_them_or_hears_what_to_do(ranks, tmp_path):
     """D07: no hang, no zeros, and training goes on."""
-    whole, none = ranks(2)(reads_on_one_rank, str(tmp_path / "2"), 2, timeout=60)
+    whole, none = ranks(2)(reads_on_one_rank, str(tmp_path / "2"), 2)
     assert float(whole[1]) > 1
-    sharded, _ = ranks(2)(reads_on_one_rank, str(tmp_path / "3"), 3, timeout=60)
+    sharded, _ = ranks(2)(reads_on_one_rank, str(tmp_path / "3"), 3)
     assert sharded[0] == whole[0] == "(101, 32) 3232 torch.float32"
     assert "'model.embed_tokens.weight' (shape (101, 32)) is sharded" in sharded[1]
     assert "ourshard.gathered(model)" in sharded[1]

@@ -33,7 +33,7 @@ def trains(folder: str, shard: dict[str, Any] | None) -> dict[str, Any]:
 def test_a_trainer_learns_in_fp16_as_one_process_and_resumes_with_its_scale(ranks, tmp_path):
     """One process has no scaler on CPUs, so the measure is what it learns without; where scaled sums round is apart."""
     wanted = trains(str(tmp_path / "one"), None)
-    first, second = ranks(2)(trains, str(tmp_path / "two"), SHARD, timeout=60)
+    first, second = ranks(2)(trains, str(tmp_path / "two"), SHARD)
     assert first["files"] == ["scaler.pt"]
     for found in (first, second):
         assert np.abs(np.subtract(found["whole"]["logs"], wanted["whole"]["logs"])).max() < 2e-3

@@ -71,7 +71,7 @@ def pushes(folder: str) -> tuple[list[set[str]], bool]:
 
 
 def test_what_is_pushed_is_the_whole_model_and_the_first_rank_alone_pushes(ranks, tmp_path):
-    (taken, whole), (none, _) = ranks(2)(pushes, str(tmp_path), timeout=40)
+    (taken, whole), (none, _) = ranks(2)(pushes, str(tmp_path))
     assert whole
     assert len(taken) >= 2  # from checkpoints, and at the end
     assert all("model.safetensors" in files for files in taken)
@@ -103,6 +103,6 @@ def is_away(folder: str) -> list[str]:
 
 
 def test_a_hub_that_is_away_is_the_same_error_on_every_rank_and_no_rank_waits(ranks, tmp_path):
-    first, second = ranks(2)(is_away, str(tmp_path), timeout=60)
+    first, second = ranks(2)(is_away, str(tmp_path))
     assert first == [*["the Hub is away"] * 3, "2", "['README.md']"]
     assert second == first[:4]

@@ -127,7 +127,7 @@ def join_apart() -> None:
 
 def test_ranks_with_work_that_part_are_told_so_and_do_not_hang(ranks):
     with pytest.raises(AssertionError, match="The ranks are in different places"):
-        ranks(2)(join_apart, timeout=60)
+        ranks(2)(join_apart)
 
 
 def unprepared_scheduler() -> None:

@@ -260,7 +260,7 @@ def init_sharded(names: list[str]) -> dict[str, list[str]]:
 
 def test_random_models_made_in_the_init_context_are_those_of_one_process(ranks):
     names = [name for name in builders() if name != "bf16"]  # `.to` in the context is `test_lazy.py`'s
-    assert ranks(2)(init_sharded, names, timeout=120) == [{name: [] for name in names}] * 2
+    assert ranks(2)(init_sharded, names) == [{name: [] for name in names}] * 2
 
 
 class Rotating(torch.nn.Module):

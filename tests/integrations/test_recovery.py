@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 from ourshard.checkpoint import commit
 
-from tests.commands import ROOT, CliResult, clean_environment, run_cli
+from tests.commands import ROOT, CliResult, clean_environment, free_port, run_cli
 
 pytestmark = pytest.mark.ranks
 
@@ -33,12 +32,6 @@ LAUNCHERS = {
 }
 QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"  # seconds, seconds, tries
 RESTARTS = {"torchrun": ["--max-restarts", "1"], "accelerate": ["--max_restarts", "1"]}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
 
 
 def trained(kind: str, folder: Path, strike: str, launcher: str = "torchrun") -> tuple[CliResult, dict[str, Any]]:
@@ -85,7 +78,7 @@ def asked_at(step: int) -> list[bool]:
 
 
 def test_all_ranks_hear_of_sigterm_at_the_same_call(ranks):
-    assert ranks(2)(asked_at, 2, timeout=30) == [[False, False, False, True, True]] * 2
+    assert ranks(2)(asked_at, 2) == [[False, False, False, True, True]] * 2
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_the_last_good_one_stays_until_the_new_one_is_complete(
     ranks: Any, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     """CASES A05: accelerate's own total_limit removes it first."""
-    for failed, left, losses, again in ranks(2)(limited, str(tmp_path), config, timeout=60):
+    for failed, left, losses, again in ranks(2)(limited, str(tmp_path), config):
         assert failed == ["checkpoint_0", "checkpoint_1"]
         assert left == ["checkpoint_1", "checkpoint_2"]  # what was not finished is not counted, and stays
         assert again == losses
@@ -149,7 +149,7 @@ def test_a_stateful_loader_and_registered_objects_go_on_where_they_were(
     ranks: Any, tmp_path: Path, safe: bool, config: dict[str, Any]
 ) -> None:
     pytest.importorskip("torchdata")
-    for whole, rest, step in ranks(2)(resumed_in_the_data, str(tmp_path / "a state"), safe, config, timeout=60):
+    for whole, rest, step in ranks(2)(resumed_in_the_data, str(tmp_path / "a state"), safe, config):
         assert step == 2
         assert rest == whole[2:]
 
@@ -206,7 +206,7 @@ def odd_places(root: str) -> list[str]:
 
 
 def test_odd_names_links_files_and_a_working_folder_that_changes(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2)(odd_places, str(tmp_path), timeout=60) == [[], []]
+    assert ranks(2)(odd_places, str(tmp_path)) == [[], []]
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ein Ordner", "link", "dangling", "file"}
     assert not any(path.is_symlink() for path in tmp_path.iterdir())

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,9 +22,24 @@ from tests.integrations.trainer_runs import ROWS, Case, Tokens, arguments, enabl
 BAD = "model.layers.1.mlp.up_proj.weight"
 
 
+class Clock:
+    """Seconds that pass as this process looks at them, a thousandth each time, and as it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        self.seconds += 0.001
+        return self.seconds
+
+    def pass_on(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
 def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list[float], list[str], int]:
     """Train 4 steps with a fault; return losses, what the sentinel said on this rank, and steps done."""
     import torch.distributed as dist
+    from ourshard.runtime import meter
     from ourshard.runtime.api import engine_of
     from ourshard.runtime.clip import register_clip_pre_hook
     from transformers import Trainer, TrainerCallback
@@ -32,6 +48,7 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
     enable({"stage": stage, "persist_below": 64})
     hears = dist.get_rank() == 1
     hooks: list[Any] = []
+    clock = Clock()
 
     class Fault(TrainerCallback):  # type: ignore[misc]
         """Does its harm on rank 1, in step 2."""
@@ -47,7 +64,7 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
                 dict(model.named_modules())[BAD.removesuffix(".weight")].register_forward_hook(self.spoil_made)
             if fault == "slow":
                 block = dict(model.named_modules())["model.layers.1"]
-                block.register_forward_pre_hook(lambda module, inputs: time.sleep(0.2))
+                block.register_forward_pre_hook(lambda module, inputs: clock.pass_on(1.0))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.due = state.global_step == 1
@@ -73,7 +90,7 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
         train_dataset=Tokens(ROWS),
         callbacks=[Fault(), *watching],
     )
-    with logged(logging.WARNING) as told:
+    with logged(logging.WARNING) as told, patch.object(meter, "time", clock if fault == "slow" else time):
         try:
             trainer.train()
         except RuntimeError as error:

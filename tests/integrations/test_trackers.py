@@ -76,7 +76,7 @@ def logs_a_loop(folder: str, shard: dict[str, Any] | None) -> list[str]:
 def test_a_tracker_of_an_accelerator_hears_of_the_first_rank_alone(ranks, tmp_path):
     wanted = [json.loads(line) for line in logs_a_loop(str(tmp_path / "one"), None)]
     assert [set(line) for line in wanted] == [{"made"}, {"rate"}, *[{"loss", "norm", "step"}] * 3]
-    first, second = ranks(2)(logs_a_loop, str(tmp_path / "two"), SHARD, timeout=40)
+    first, second = ranks(2)(logs_a_loop, str(tmp_path / "two"), SHARD)
     assert apart([json.loads(line) for line in first], wanted) < 2e-6
     assert second == []
 
@@ -100,5 +100,5 @@ def test_tensorboard_has_one_file_with_the_numbers_of_one_process(ranks, tmp_pat
     pytest.importorskip("tensorboard", reason="needs TensorBoard")
     wanted = scalars(str(tmp_path / "one"), None)
     assert wanted["files"] == [1]
-    for found in ranks(2)(scalars, str(tmp_path / "two"), SHARD, timeout=60):
+    for found in ranks(2)(scalars, str(tmp_path / "two"), SHARD):
         assert apart(found, wanted) < 2e-6

@@ -75,7 +75,7 @@ def changes_modes(folder: str, shard: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [3, 1])
 def test_weights_that_a_change_of_mode_writes_are_those_of_one_process(ranks, tmp_path, stage):
     wanted = changes_modes(str(tmp_path / "one"), None)
-    for found in ranks(2)(changes_modes, str(tmp_path / "two"), {**SHARD, "stage": stage}, timeout=60):
+    for found in ranks(2)(changes_modes, str(tmp_path / "two"), {**SHARD, "stage": stage}):
         assert apart(found, wanted) < 2e-6
 
 
@@ -100,7 +100,7 @@ def refusals(folder: str) -> list[str]:
 
 
 def test_what_cannot_be_right_on_ranks_is_refused_by_name(ranks, tmp_path):
-    for ranked, inside, uneven in ranks(2)(refusals, str(tmp_path), timeout=60):
+    for ranked, inside, uneven in ranks(2)(refusals, str(tmp_path)):
         assert "The optimizer LowRank needs whole matrices" in ranked
         assert "The optimizer WhileBackward changes each parameter while backward runs" in inside
         assert "even_batches=False" in uneven
@@ -132,5 +132,5 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_kind_of_torch_that_the_trainer_names_steps_as_in_one_process(ranks, tmp_path, stage):
     wanted = steps(str(tmp_path / "one"), None)
-    for found in ranks(2)(steps, str(tmp_path / "two"), {**SHARD, "stage": stage}, timeout=120):
+    for found in ranks(2)(steps, str(tmp_path / "two"), {**SHARD, "stage": stage}):
         assert apart(found, wanted) < 1e-5

@@ -49,11 +49,11 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_of_two_ranks_resumes_on_any_world_and_stage_and_without_ourshard(ranks, stock, tmp_path, name):
     """The losses, norms and weights after resuming are those of a run that was not interrupted."""
-    ranks(2)(resumed, name, str(tmp_path / "first"), {**SHARD, "stage": 3}, None, timeout=90)
+    ranks(2)(resumed, name, str(tmp_path / "first"), {**SHARD, "stage": 3}, None)
     checkpoint = str(tmp_path / "first" / "checkpoint-2")
     for world, stage in ((2, 3), (1, 3), (2, 1), (2, 0)):
         again = str(tmp_path / f"again{world}{stage}")
-        found = ranks(world)(resumed, name, again, {**SHARD, "stage": stage}, checkpoint, timeout=90)
+        found = ranks(world)(resumed, name, again, {**SHARD, "stage": stage}, checkpoint)
         assert_goes_on(found, stock[name])
     alone = run(CASES[name], tmp_path / "alone", resume=checkpoint)
     assert_goes_on([told_of(alone)], stock[name])
@@ -63,13 +63,13 @@ def test_a_checkpoint_of_two_ranks_resumes_on_any_world_and_stage_and_without_ou
 def test_a_checkpoint_of_a_stock_trainer_resumes_sharded(ranks, stock, tmp_path, name):
     checkpoint = str(stock["folder"] / name / "checkpoint-2")
     for stage in (3, 2):
-        found = ranks(2)(resumed, name, str(tmp_path / str(stage)), {**SHARD, "stage": stage}, checkpoint, timeout=90)
+        found = ranks(2)(resumed, name, str(tmp_path / str(stage)), {**SHARD, "stage": stage}, checkpoint)
         assert_goes_on(found, stock[name])
 
 
 def test_the_optimizers_file_is_the_one_that_a_stock_trainer_writes(ranks, stock, tmp_path):
     """The same groups, numbers and shapes, and the parameters' names beside them."""
-    ranks(2)(resumed, "full", str(tmp_path), {**SHARD, "stage": 3}, None, timeout=90)
+    ranks(2)(resumed, "full", str(tmp_path), {**SHARD, "stage": 3}, None)
     ours = torch.load(tmp_path / "checkpoint-2" / "optimizer.pt", weights_only=True)
     theirs = torch.load(stock["folder"] / "full" / "checkpoint-2" / "optimizer.pt", weights_only=True)
     assert [group["params"] for group in ours["param_groups"]] == [group["params"] for group in theirs["param_groups"]]
@@ -102,7 +102,7 @@ def weights_before_preparing(folder: str, checkpoint: str) -> tuple[int, int]:
 
 def test_resuming_reads_no_weights_before_each_rank_knows_its_rows(ranks, stock, tmp_path):
     checkpoint = str(stock["folder"] / "full" / "checkpoint-2")
-    assert ranks(2)(weights_before_preparing, str(tmp_path), checkpoint, timeout=60) == [(21, 0)] * 2
+    assert ranks(2)(weights_before_preparing, str(tmp_path), checkpoint) == [(21, 0)] * 2
 
 
 def made_with(folder: str, checkpoint: dict[str, Any], peft: str | None = None, **more: Any) -> Any:
@@ -144,7 +144,7 @@ def asked_for(folder: str) -> tuple[list[str], int, int]:
 
 
 def test_a_trainer_keeps_as_many_as_the_config_says_and_refuses_what_rows_cannot_be(ranks, tmp_path):
-    ((errors, kept, own),) = ranks(1)(asked_for, str(tmp_path), timeout=60)
+    ((errors, kept, own),) = ranks(1)(asked_for, str(tmp_path))
     for error, (start, _, _) in zip(errors, REFUSED, strict=True):
         assert error.startswith(start)
     assert (kept, own) == (2, 5)
@@ -198,7 +198,7 @@ def stopped_while_saving(folder: str) -> dict[str, Any]:
 
 
 def test_a_save_that_a_crash_stopped_is_skipped_at_resume_and_written_anew(ranks, stock, tmp_path):
-    found = ranks(2)(stopped_while_saving, str(tmp_path), timeout=90)
+    found = ranks(2)(stopped_while_saving, str(tmp_path))
     assert_goes_on(found, stock["full"])
     assert len(list(tmp_path.glob("checkpoint-*"))) > 1
     assert all((path / "trainer_state.json").is_file() for path in tmp_path.glob("checkpoint-*"))

@@ -56,7 +56,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def first(ranks: Any, tmp_path: Path) -> Any:
     """Train on two ranks with checkpoints by rows."""
     folder = tmp_path / "first"
-    return {"folder": folder, "runs": ranks(2)(trained, CASES["full"], str(folder), ROWS, timeout=90)}
+    return {"folder": folder, "runs": ranks(2)(trained, CASES["full"], str(folder), ROWS)}
 
 
 ELSEWHERE: list[tuple[int, dict[str, Any]]] = [
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_rows_resumes_on_any_world_stage_and_offload(ranks, stoc
     assert {"config.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= set(names(checkpoint))
     for number, (world, shard) in enumerate(ELSEWHERE):
         again = str(tmp_path / f"again{number}")
-        found = ranks(world)(trained, CASES["full"], again, ROWS, str(checkpoint), timeout=90, **shard)
+        found = ranks(world)(trained, CASES["full"], again, ROWS, str(checkpoint), **shard)
         assert_goes_on(found, stock)
         said = [text for text in found[0]["logged"] if "of 2 ranks, and 1 go on: a step is now 4 examples" in text]
         assert len(said) == (world == 1)
@@ -89,8 +89,8 @@ def test_a_checkpoint_of_rows_resumes_on_any_world_stage_and_offload(ranks, stoc
 def test_the_best_is_loaded_and_kept_and_others_go_when_a_newer_one_is_complete(ranks, tmp_path):
     """Written in the background: the first checkpoint is the best, and the limit is two."""
     case = Case(arguments={**BEST, "save_total_limit": 2})
-    first = ranks(2)(trained, Case(arguments=SAVES, steps=1), str(tmp_path / "one"), {}, timeout=90)
-    found = ranks(2)(trained, case, str(tmp_path / "run"), {"asynchronous": True}, timeout=90)
+    first = ranks(2)(trained, Case(arguments=SAVES, steps=1), str(tmp_path / "one"), {})
+    found = ranks(2)(trained, case, str(tmp_path / "run"), {"asynchronous": True})
     for told in found:
         assert all(torch.equal(told["state"][name], value) for name, value in first[0]["state"].items())
     assert [name for name in names(tmp_path / "run") if "checkpoint" in name] == ["checkpoint-1", "checkpoint-4"]
@@ -100,7 +100,7 @@ def test_the_best_is_loaded_and_kept_and_others_go_when_a_newer_one_is_complete(
 def test_a_disk_that_fails_loses_one_checkpoint_and_training_goes_on(ranks, stock, tmp_path):
     """A file lies where checkpoint-2 is to be made: rank 0 alone meets it."""
     (tmp_path / "checkpoint-2").write_text("")
-    found = ranks(2)(trained, CASES["full"], str(tmp_path), ROWS, timeout=90)
+    found = ranks(2)(trained, CASES["full"], str(tmp_path), ROWS)
     assert_goes_on(found, stock)
     assert sum("was not written, and training goes on" in text for text in found[0]["logged"]) == 1
     assert any(text.startswith("1 checkpoints of this training were not written") for text in found[0]["logged"])
@@ -110,11 +110,11 @@ def test_a_disk_that_fails_loses_one_checkpoint_and_training_goes_on(ranks, stoc
 
 def test_weights_alone_resume_without_an_optimizer(ranks, tmp_path):
     case = Case(arguments={**SAVES, "save_only_model": True})
-    ranks(2)(trained, case, str(tmp_path), ROWS, timeout=90)
+    ranks(2)(trained, case, str(tmp_path), ROWS)
     checkpoint = tmp_path / "checkpoint-4"
     assert not list((checkpoint / "ourshard").glob("optimizer/*"))
     assert not {"scheduler.pt", "rng_state_0.pth"} & set(names(checkpoint))
-    found = ranks(2)(trained, case, str(tmp_path / "more"), ROWS, str(checkpoint), timeout=90)
+    found = ranks(2)(trained, case, str(tmp_path / "more"), ROWS, str(checkpoint))
     assert any("save_only_model: the optimizer and the schedule begin anew" in text for text in found[0]["logged"])
 
 

@@ -84,6 +84,6 @@ def test_weights_on_their_way_to_vllm_are_whole_and_merged(ranks, tmp_path):
     """X07."""
     wanted = sent_to_vllm(str(tmp_path / "one"), None)
     assert len(wanted["None"]) == len(wanted["lora"]) == 21
-    for found in ranks(2)(sent_to_vllm, str(tmp_path / "two"), {"stage": 3, "persist_below": 30}, timeout=60):
+    for found in ranks(2)(sent_to_vllm, str(tmp_path / "two"), {"stage": 3, "persist_below": 30}):
         assert apart(found, wanted) < 2e-6
         assert all(type(weight) is torch.Tensor for weight in found["None"].values())

@@ -159,7 +159,7 @@ def pretrained(kind: str, folder: str, shard: bool) -> list[str]:
 def test_transformers_files_are_those_of_a_model_that_is_not_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
     """Mixtral's experts are one tensor in the model and many in the file: there whole values are gathered."""
     pretrained(kind, str(tmp_path / "alone"), shard=False)
-    for gathers in ranks(2)(pretrained, kind, str(tmp_path / "ours"), True, timeout=60):
+    for gathers in ranks(2)(pretrained, kind, str(tmp_path / "ours"), True):
         assert bool(gathers) == (kind == "mixtral")
     files = {path.name for path in (tmp_path / "alone").iterdir()}
     assert {path.name for path in (tmp_path / "ours").iterdir()} == files

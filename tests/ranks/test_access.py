@@ -251,7 +251,7 @@ def generate(config: dict[str, Any]) -> tuple[list[int], list[int]]:
 def test_generate_gives_the_tokens_of_one_process(ranks):
     """F01 (1)."""
     for config in (CONFIGS["stage 2"], CONFIGS["stage 3"]):
-        for plain, sharded in ranks(2)(generate, config, timeout=120):
+        for plain, sharded in ranks(2)(generate, config):
             assert plain == sharded
             assert len(plain[0]) > TOKENS
 

@@ -211,7 +211,7 @@ def raise_halt(*_: Any) -> None:
 @pytest.mark.slow
 def test_a_rank_that_goes_on_alone_after_an_exception_says_who_is_where(ranks):
     """Its gathers were once taken for those of the forward that it had left."""
-    ended = ranks(2, fresh=True)(one_rank_goes_on, timeout=60)
+    ended = ranks(2, fresh=True)(one_rank_goes_on)
     assert all(code != 0 for code in ended.exitcodes)
     assert "The ranks are in different places" in ended.stderr[1]
     assert "rank 1: forward of Toy (model 0) begins" in ended.stderr[1]

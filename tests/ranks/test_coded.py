@@ -41,7 +41,7 @@ def check_near(results: list[dict[str, Any]], configs: Configs, expected: Any, w
 
 def test_training_with_coded_weights_stays_near_one_process(ranks):
     task = llama_task(optimizer=adamw, accumulate=2, clip=1.0, steps=4)
-    check_near(ranks(2)(train_all, task, CODED, timeout=120), CODED, reference(task, 2))
+    check_near(ranks(2)(train_all, task, CODED), CODED, reference(task, 2))
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_hybrid_meshes_stay_near_one_process(ranks):
     """X01: 2 x 2, 4 x 1, and 1 x 4 where nothing is gathered and all is exact."""
     task = llama_task(optimizer=adamw, steps=3)
     configs = {"2x2": {**INT8, "shard_size": 2}, "4x1": INT8, "1x4": {**INT8, "shard_size": 1}}
-    results, expected = ranks(4)(train_all, task, configs, timeout=120), reference(task, 4)
+    results, expected = ranks(4)(train_all, task, configs), reference(task, 4)
     alone = [result.pop("1x4") for result in results]
     assert all(difference(result.state, expected.state) < 1e-6 for result in alone)
     configs.pop("1x4")
@@ -95,7 +95,7 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("config", [INT8, FP8], ids=["int8", "fp8"])
 def test_only_training_is_coded_and_the_bytes_are_those_of_the_codes(config, ranks):
-    for seen in ranks(2)(evaluate, config, timeout=60):
+    for seen in ranks(2)(evaluate, config):
         for mode in ("no_grad", "eval", "gathered"):
             assert seen[mode] == pytest.approx(seen["plain"], abs=1e-6), mode
             assert seen[f"{mode} bytes"] == seen["exact"], mode
@@ -119,7 +119,7 @@ def write_in_forward() -> str:
 
 
 def test_a_write_back_inside_of_a_training_forward_is_refused(ranks):
-    assert ranks(2)(write_in_forward, timeout=60) == ["refused", "refused"]
+    assert ranks(2)(write_in_forward) == ["refused", "refused"]
 
 
 def refusals() -> list[str]:
@@ -135,7 +135,7 @@ def refusals() -> list[str]:
 
 
 def test_what_a_codec_cannot_do_is_refused_by_name(ranks):
-    for weights, gradients in ranks(2)(refusals, timeout=60):
+    for weights, gradients in ranks(2)(refusals):
         assert "communication.weights: int8 needs stage 3" in weights
         assert "communication.gradients: at stage 0" in gradients
 
@@ -151,10 +151,10 @@ GRADIENTS["int8 both"] = {**INT8, "communication": {"weights": "int8", "gradient
 def test_training_with_coded_gradients_stays_near_one_process(ranks):
     task = llama_task(optimizer=adamw, accumulate=2, clip=1.0, steps=4)
     expected = reference(task, 2)
-    check_near(ranks(2)(train_all, task, GRADIENTS, timeout=120), GRADIENTS, expected)
+    check_near(ranks(2)(train_all, task, GRADIENTS), GRADIENTS, expected)
     int4: Configs = {"int4 3": coded_gradients(3, "int4")}
     # Gradients near zero may round to zero, whose steps of Adam are lost: 2 * 4 steps of 1e-3 bound the weights.
-    check_near(ranks(2)(train_all, task, int4, timeout=120), int4, expected, weights=8e-3)
+    check_near(ranks(2)(train_all, task, int4), int4, expected, weights=8e-3)
 
 
 @pytest.mark.parametrize(("codec", "levels"), [("int8", 127), ("int4", 7)])
@@ -187,7 +187,7 @@ def test_coded_gradients_over_two_nodes_or_two_replicas_stay_near_one_process(ra
         "2 replicas": coded_gradients(3, "int8", shard_size=2),
         "2 replicas, on the host": coded_gradients(2, "int8", shard_size=2, offload={"optimizer": "cpu"}),
     }
-    check_near(ranks(4)(train_all, task, configs, timeout=120), configs, reference(task, 4))
+    check_near(ranks(4)(train_all, task, configs), configs, reference(task, 4))
 
 
 def wire_of(config: dict[str, Any], **environment: str) -> tuple[dict[str, int], dict[str, int], bool]:
@@ -290,7 +290,7 @@ def _is_finite(engine: Any) -> bool:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_reductions_send_the_bytes_of_the_codes_and_show_nan(codec, stage, ranks):
-    for seen in ranks(2)(reduce_once, coded_gradients(stage, codec), timeout=60):
+    for seen in ranks(2)(reduce_once, coded_gradients(stage, codec)):
         assert seen["wire"]["all_to_all/shard"] == seen["coded"] > 0
         assert seen["wire"]["reduce_scatter/shard"] == seen["exact"] > 0
         assert seen["finite"]

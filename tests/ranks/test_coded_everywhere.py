@@ -69,7 +69,7 @@ def test_sizes_of_one_three_and_seven_train_as_without_codecs(world, configs, ra
     """20 steps: losses near those of one process, which fall; gradients are there; ranks agree bit by bit."""
     task = odd_task(20)
     small = {name: {"persist_below": 0, **config} for name, config in configs.items()}
-    results, expected = ranks(world)(train_all, task, small, timeout=120), reference(task, world)
+    results, expected = ranks(world)(train_all, task, small), reference(task, world)
     for name in configs:
         for result in results:
             found = result[name]
@@ -145,7 +145,7 @@ def each_several_forwards() -> None:
 
 
 def test_several_forwards_and_backwards_are_near_those_of_one_process(ranks):
-    ranks(2)(each_several_forwards, timeout=90)
+    ranks(2)(each_several_forwards)
 
 
 @pytest.mark.parametrize("communication", [BOTH, NOISY], ids=["int8", "int4, noisy"])

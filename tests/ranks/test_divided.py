@@ -117,7 +117,7 @@ def all_changes(configs: list[dict[str, Any]]) -> None:
 def test_dropped_gradients_writes_and_evaluations_are_those_of_one_process(ranks):
     stages: list[dict[str, Any]] = [{**ALL, "stage": stage} for stage in (1, 2, 3)]
     others = [{**ALL, "stage": 3, "offload": HOST}, {**ALL, "stage": 3, "shard_size": 1}]
-    ranks(4)(all_changes, [*stages, *others], timeout=90)
+    ranks(4)(all_changes, [*stages, *others])
 
 
 def hold(config: dict[str, Any]) -> tuple[dict[str, int], int, int, int]:

@@ -120,7 +120,7 @@ def test_each_option_is_tried_with_another_value_than_its_default() -> None:
 
 @pytest.mark.ranks
 def test_h06_each_option_changes_a_step_or_is_refused_or_named(ranks: Any) -> None:
-    found = ranks(2)(outcomes, timeout=120)[0]
+    found = ranks(2)(outcomes)[0]
     plain, summary, without_effect = found.pop("")
     assert without_effect == {}
     refused = {key: told for key, told in found.items() if isinstance(told, str)}

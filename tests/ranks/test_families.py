@@ -16,7 +16,7 @@ STAGE_3 = {"stage": 3, "persist_below": 30}
 def test_a_family_trains_as_in_one_process(ranks, name):
     wanted = reference(task(name), 2, one_by_one=True)
     assert wanted.losses[0] != wanted.losses[-1]
-    assert_same(ranks(2)(train, task(name), STAGE_3, timeout=60), wanted, 1e-5, name)
+    assert_same(ranks(2)(train, task(name), STAGE_3), wanted, 1e-5, name)
 
 
 def test_batches_of_the_multimodal_family_skip_the_vision_tower_on_no_rank_on_one_and_on_both():

@@ -163,8 +163,8 @@ CONFIGS += [{"stage": 3, "reshard_after_forward": False}, {"stage": 3, "persist_
 def test_replayed_steps_are_eager_ones_bit_for_bit_and_ranks_take_the_same_way(
     ranks: Any, config: dict[str, Any]
 ) -> None:
-    plain = ranks(2)(train, config, False, timeout=60)
-    taped = ranks(2)(train, config, True, timeout=60)
+    plain = ranks(2)(train, config, False)
+    taped = ranks(2)(train, config, True)
     for (losses, state, _, counted), (same, also, replayed, recounted) in zip(plain, taped, strict=True):
         assert losses == same
         assert all(torch.equal(value, also[name]) for name, value in state.items())
@@ -174,7 +174,7 @@ def test_replayed_steps_are_eager_ones_bit_for_bit_and_ranks_take_the_same_way(
 
 @pytest.mark.ranks
 def test_a_capture_that_fails_on_one_rank_is_dropped_on_all(ranks: Any) -> None:
-    plain = ranks(2)(train, {"stage": 3}, False, timeout=60)
-    failing = ranks(2)(train, {"stage": 3}, True, (1,), timeout=60)
+    plain = ranks(2)(train, {"stage": 3}, False)
+    failing = ranks(2)(train, {"stage": 3}, True, (1,))
     assert [losses for losses, *_ in plain] == [losses for losses, *_ in failing]
     assert [result[2] for result in failing] == [0, 0]

@@ -48,8 +48,8 @@ SLOW = pytest.mark.slow
 def test_training_has_the_same_bits_as_with_masters_on_the_device(ranks, accumulate, clip):
     """G01: clipping counts what is on the host."""
     task = llama_task(optimizer=adamw, accumulate=accumulate, clip=clip, steps=4)
-    here = ranks(2)(train_all, task, PLAIN, timeout=120)
-    there = ranks(2)(train_all, task, offloaded(PLAIN), timeout=120)
+    here = ranks(2)(train_all, task, PLAIN)
+    there = ranks(2)(train_all, task, offloaded(PLAIN))
     for name in offloaded(PLAIN):
         for results, others in zip(here, there, strict=True):
             assert_same_bits(others[name], results[name.removeprefix("params ")], name)
@@ -115,7 +115,7 @@ def test_a_part_of_the_masters_leaves_and_the_numbers_stay(ranks, tmp_path, stag
     parts = {
         f"{t} {r}": {**plain, "offload": {**o, "optimizer_ratio": r}} for t, o in tiers.items() for r in (0.3, 0.8)
     }
-    for results in ranks(2)(train_all, task, {"all here": plain, **parts}, timeout=90):
+    for results in ranks(2)(train_all, task, {"all here": plain, **parts}):
         here = results.pop("all here")
         for name, result in results.items():
             assert_same_bits(result, here, name)

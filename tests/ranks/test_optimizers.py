@@ -67,7 +67,7 @@ def each_kind(config: dict[str, Any], when: str) -> None:
 @EVERY
 @pytest.mark.parametrize("when", ["before", "after", "with state"])
 def test_every_optimizer_of_torch_that_is_elementwise(ranks, config, when):
-    ranks(2)(each_kind, config, when, timeout=120)
+    ranks(2)(each_kind, config, when)
 
 
 def refuse(config: dict[str, Any], kind: str) -> str:

@@ -153,7 +153,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_rehearsal_counts_what_the_ledger_counts(name: str, ranks: Callable[..., Any]) -> None:
     values, variant, micro_batches = CASES[name]
-    seen: Seen = ranks(2)(train, values, variant, micro_batches, timeout=60)[0]
+    seen: Seen = ranks(2)(train, values, variant, micro_batches)[0]
     compare(seen, *rehearse(values, variant, micro_batches, MeshSizes(2)))
 
 
@@ -164,7 +164,7 @@ def test_a_rehearsal_of_one_rank_with_a_part_on_the_host_counts_what_the_ledger_
     """Parameters whose masters stay on the device do not stay whole beside them: `params` says they should not."""
     offload = {**BOTH["offload"], "optimizer_ratio": 0.5}
     values = {"stage": 3, "persist_below": 0, "wrap": {"merge": 0}, **HALF, "offload": offload}
-    seen: Seen = ranks(1)(train, values, "", 1, timeout=60)[0]
+    seen: Seen = ranks(1)(train, values, "", 1)[0]
     assert seen.held["slot"] == 0
     compare(seen, *rehearse(values, "", 1, MeshSizes(1)))
 
@@ -175,7 +175,7 @@ def test_a_rehearsal_of_a_hybrid_mesh_counts_what_the_ledger_counts(
     micro_batches: int, ranks: Callable[..., Any]
 ) -> None:
     values = {"stage": 3, "shard_size": 2}
-    seen: Seen = ranks(4)(train, values, "", micro_batches, timeout=90)[0]
+    seen: Seen = ranks(4)(train, values, "", micro_batches)[0]
     compare(seen, *rehearse(values, "", micro_batches, MeshSizes(2, 2)))
 
 
@@ -198,7 +198,7 @@ def test_a_rehearsal_with_masters_over_replicas_counts_what_the_ledger_counts(
 ) -> None:
     more, variant, micro_batches, shards = DIVIDED[name]
     values = {"shard_size": shards, "shard_optimizer_over": "all", **more}
-    seen: Seen = ranks(4)(train, values, variant, micro_batches, timeout=90)[0]
+    seen: Seen = ranks(4)(train, values, variant, micro_batches)[0]
     compare(seen, *rehearse(values, variant, micro_batches, MeshSizes(shards, 4 // shards)))
 
 
@@ -217,7 +217,7 @@ def test_a_rehearsal_of_coded_gradients_on_four_ranks_counts_what_the_ledger_cou
         "communication": {**BOTH_INT8, "block": 64, "node_size": node_size, "error_feedback": True},
         **more,
     }
-    seen: Seen = ranks(4)(train, values, "", 2, timeout=90)[0]
+    seen: Seen = ranks(4)(train, values, "", 2)[0]
     compare(seen, *rehearse(values, "", 2, mesh))
 
 
@@ -228,7 +228,7 @@ def test_a_rehearsal_of_gathers_in_two_hops_counts_what_the_ledger_counts(
 ) -> None:
     communication = {**more.get("communication", {}), "two_hop_gathers": True, "node_size": 2}
     values = {"stage": 3, **more, "communication": communication}
-    seen: Seen = ranks(4)(train, values, "large vocabulary", 2, timeout=90)[0]
+    seen: Seen = ranks(4)(train, values, "large vocabulary", 2)[0]
     compare(seen, *rehearse(values, "large vocabulary", 2, MeshSizes(4, node=2)))
 
 
@@ -241,7 +241,7 @@ def test_a_rehearsal_with_a_secondary_shard_counts_what_the_ledger_counts(name: 
         "on the host": ({**BOTH, **SMALL}, ""),
     }[name]
     values: dict[str, Any] = {"stage": 3, "secondary_shard_size": 2, **more}
-    seen: Seen = ranks(4)(train, values, variant, 2, timeout=90)[0]
+    seen: Seen = ranks(4)(train, values, variant, 2)[0]
     compare(seen, *rehearse(values, variant, 2, MeshSizes(4, node=2)))
     assert seen.wire["all_gather/node"] > seen.wire["all_gather/shard"] or name != "on the host"
 
@@ -278,5 +278,5 @@ def run_out_of_memory() -> list[str]:
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes on exceptions came with Python 3.11")
 def test_an_out_of_memory_error_names_the_cheapest_change_that_would_fit(ranks: Callable[..., Any]) -> None:
-    (note,) = ranks(2)(run_out_of_memory, timeout=60)[0]
+    (note,) = ranks(2)(run_out_of_memory)[0]
     assert "The cheapest change that would fit: stage: 2 saves" in note

@@ -139,7 +139,7 @@ def between(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("config", [{}, INT8], ids=["exact", "int8"])
 def test_what_changes_the_weights_makes_the_secondary_shard_stale(config, ranks):
     def told(**more: Any) -> Any:
-        return ranks(4)(between, {**config, **more}, timeout=60)
+        return ranks(4)(between, {**config, **more})
 
     for got, wanted in zip(told(**HPZ), told(), strict=True):
         assert got.pop("losses") == wanted.pop("losses")

@@ -22,7 +22,7 @@ def said(config: dict[str, Any]) -> tuple[str, dict[str, str]]:
 @pytest.mark.ranks
 def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -> None:
     config = {"stage": 3, "precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}, "offload": {"optimizer": "cpu"}}
-    text, without_effect = ranks(2)(said, config, timeout=60)[0]
+    text, without_effect = ranks(2)(said, config)[0]
     for words in (
         "stage 3 over 2 ranks on cpu",
         "7,040 parameters (7,040 trainable, 474 whole on every rank",
@@ -75,7 +75,7 @@ def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -
 def test_options_that_change_nothing_are_named_with_the_reason(
     ranks: Any, config: dict[str, Any], world: int, expected: set[str]
 ) -> None:
-    text, without_effect = ranks(world)(said, config, timeout=60)[0]
+    text, without_effect = ranks(world)(said, config)[0]
     shards = text.startswith(("ourshard: stage 2", "ourshard: stage 3")) and "nothing is sharded" not in text
     assert ("reduced in each backward" in text) == (shards and config.get("accumulate") != "deferred")
     assert set(without_effect) == expected

@@ -40,7 +40,7 @@ def same_bits(ranks: Any, folder: Path, plain: Configs, ratios: tuple[float, ...
         for (params, optimizer), ratio in itertools.product(combinations(config["stage"]), ratios):
             offload = tiers(params, optimizer, folder, optimizer_ratio=ratio)
             there[f"{name}: params {params}, optimizer {optimizer}, {ratio}"] = {**config, "offload": offload}
-    mine, others = ranks(2)(train_all, task, plain, timeout=120), ranks(2)(train_all, task, there, timeout=240)
+    mine, others = ranks(2)(train_all, task, plain), ranks(2)(train_all, task, there, timeout=240)
     for name in there:
         for results, twins in zip(mine, others, strict=True):
             assert_same_bits(twins[name], results[name.partition(":")[0]], name)
@@ -131,7 +131,7 @@ def loras(stage: int, folder: str, pairs: list[tuple[str, str]], ways: tuple[boo
 
 def test_adapters_over_a_checkpointed_base_train_the_same_wherever_it_rests(ranks, tmp_path):
     """G05."""
-    ranks(2)(loras, 3, str(tmp_path), [("nvme", "none"), ("cpu", "nvme")], (False,), timeout=120)
+    ranks(2)(loras, 3, str(tmp_path), [("nvme", "none"), ("cpu", "nvme")], (False,))
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def uses(folder: str, pairs: list[tuple[str, str]]) -> None:
 
 
 def test_evaluation_generation_gathered_loading_and_unfreezing_are_the_same(ranks, tmp_path):
-    ranks(2)(uses, str(tmp_path), [("nvme", "nvme")], timeout=120)
+    ranks(2)(uses, str(tmp_path), [("nvme", "nvme")])
 
 
 @pytest.mark.slow

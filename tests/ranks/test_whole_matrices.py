@@ -85,7 +85,7 @@ def each_kind(config: dict[str, Any]) -> None:
 @OFTEN_TWO
 @EVERY
 def test_optimizers_of_whole_matrices_give_the_answer_of_one_process(ranks, world, config):
-    ranks(world)(each_kind, config, timeout=120)
+    ranks(world)(each_kind, config)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_optimizers_of_whole_matrices_give_the_answer_of_one_process(ranks, worl
     ids=str,
 )
 def test_replicas_hosts_and_deferred_reductions_change_nothing(ranks, more):
-    ranks(4)(each_kind, {"stage": 3, "persist_below": 0, **more}, timeout=120)
+    ranks(4)(each_kind, {"stage": 3, "persist_below": 0, **more})
 
 
 def from_disk(folder: str, kinds: list[str]) -> None:

@@ -209,6 +209,6 @@ def assert_same_bits(found: Result, wanted: Result, what: str = "") -> None:
 
 def compare(on_ranks: Any, task: Task, configs: Configs, expected: Result, tolerance: float = 1e-6) -> None:
     """Train `task` under each config on ranks, `ranks(world)`, and check each against `expected`."""
-    results = on_ranks(train_all, task, configs, timeout=120)
+    results = on_ranks(train_all, task, configs)
     for name in configs:
         assert_same([result[name] for result in results], expected, tolerance, f"{name} on {len(results)} ranks")

@@ -74,7 +74,7 @@ def test_each_config_trains_two_steps(path: Path, ranks: Any, tmp_path: Path) ->
         values["secondary_shard_size"] = 2  # of the 4 ranks that stand for 32 here
     if "nvme_path" in values.get("offload", {}):
         values["offload"]["nvme_path"] = str(tmp_path)
-    losses = ranks(4 if load(path)["num_machines"] > 1 else 2)(two_steps, values, timeout=60)
+    losses = ranks(4 if load(path)["num_machines"] > 1 else 2)(two_steps, values)
     assert all(last < first for first, _, last in losses), losses
 
 
