@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -19,6 +18,7 @@ from ourshard.checkpoint.sharded import ShardedSource
 
 from tests.checkpoint.crashing import CrashIO, Killed
 from tests.checkpoint.making import assert_holds, assert_loads, describe, make_state, save
+from tests.commands import run_cli
 
 OLD, NEW = make_state(0), make_state(4)
 
@@ -97,20 +97,21 @@ def test_a_process_that_is_really_killed_leaves_the_newest_whole(tmp_path: Path)
         from tests.checkpoint.test_commit import save_next
         def die():
             os.kill(os.getpid(), signal.SIGKILL)
-        save_next(Path(sys.argv[1]), 2, CrashIO(int(sys.argv[2]), error=die))
+        for root, stop_at in zip(sys.argv[1::2], sys.argv[2::2]):
+            if not (child := os.fork()):
+                save_next(Path(root), 2, CrashIO(int(stop_at), error=die))
+                os._exit(0)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """
     )
     whole_run = CrashIO()
     save_next(make_root(tmp_path / "count", 2), 2, whole_run)
-    for stop_at in (len(whole_run.log) * part // 4 for part in (1, 2, 3)):
-        root = make_root(tmp_path / str(stop_at), 2)
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(root), str(stop_at)],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        assert done.returncode == -signal.SIGKILL
+    stops = [len(whole_run.log) * part // 4 for part in (1, 2, 3)]
+    roots = [make_root(tmp_path / str(stop_at), 2) for stop_at in stops]
+    arguments = [str(word) for pair in zip(roots, stops, strict=True) for word in pair]
+    told = run_cli([sys.executable, "-c", program, *arguments]).stdout
+    assert told.split() == [str(-signal.SIGKILL)] * len(stops)
+    for root in roots:
         assert newest_step(root) == 3
         save_next(root, 2, DiskIO())
         assert newest_step(root) == 4

@@ -78,6 +78,7 @@ def test_the_cpu_flag_starts_as_many_ranks_as_num_processes_says(who):
     assert [(worker["processes"], worker["ours"]) for worker in told] == [(2, True), (2, True)]
 
 
+@pytest.mark.slow  # test_recovery.py trains so
 @pytest.mark.ranks
 def test_torchrun_and_the_environment_are_enough(who):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", who]
@@ -104,7 +105,7 @@ def test_the_launcher_run_as_a_module_takes_an_fsdp_file_over_by_the_switch(who,
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"ourshard_config": {"stagee": 2}}, "Did you mean 'stage'?"),
+        pytest.param({"ourshard_config": {"stagee": 2}}, "Did you mean 'stage'?", marks=pytest.mark.slow),
         ({"ourshard_config": {"shard_size": 3}}, "shard_size: 3 does not divide the 2 processes"),
     ],
 )

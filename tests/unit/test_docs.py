@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import runpy
 import shlex
@@ -96,17 +97,27 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "shard_model" in (tmp_path / "site" / "reference.html").read_text()
 
 
-def test_the_code_of_the_readme_runs():
+def _run(folder: str, *lines: str) -> None:
+    """Run lines of Python as a script in a folder does."""
+    os.chdir(folder)
+    try:
+        exec("\n".join(lines), {"__name__": "__main__"})
+    finally:
+        os.chdir(ROOT)
+
+
+@pytest.mark.ranks
+def test_the_code_of_the_readme_runs(ranks, tmp_path):
     blocks = _blocks(ROOT / "README.md", "python")
     assert blocks
-    check = "from accelerate import Accelerator\nassert accelerator.is_ourshard"
-    run_cli([sys.executable, "-c", "\n".join([*blocks, check])], env={"ACCELERATE_USE_CPU": "true"})
+    ranks(1)(_run, str(tmp_path), *blocks, "assert accelerator.is_ourshard")
 
 
-def test_the_code_of_the_trainers_page_runs(tmp_path):
+@pytest.mark.ranks
+def test_the_code_of_the_trainers_page_runs(ranks, tmp_path):
     (block,) = _blocks(ROOT / "docs" / "trainer.md", "python")
     check = "import ourshard\nassert ourshard.engine_of(trainer.model) is not None"
-    run_cli([sys.executable, "-c", f"{block}\n{check}"], env={"ACCELERATE_USE_CPU": "true"}, cwd=tmp_path)
+    ranks(1)(_run, str(tmp_path), block, check)
     assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
 
 
@@ -121,15 +132,15 @@ def train(block):
 """
 
 
-def test_the_code_of_the_pages_on_callbacks_and_concepts_runs(tmp_path):
+@pytest.mark.ranks
+def test_the_code_of_the_pages_on_callbacks_and_concepts_runs(ranks, tmp_path):
     (trainer,) = _blocks(ROOT / "docs" / "trainer.md", "python")
     begin = trainer[: trainer.index("trainer = ")].replace("LlamaForCausalLM(\n", "(config :=\n")
     blocks = _blocks(ROOT / "docs" / "callbacks.md", "python")
     assert len(blocks) == 5
     (whole,) = _blocks(ROOT / "docs" / "concepts.md", "python")
     runs = [f"train({block!r})" for block in [*blocks, f"{blocks[0]}trainer.train()\n{whole}"]]
-    code = "\n".join([begin, AROUND_CALLBACKS, *runs])
-    run_cli([sys.executable, "-c", code], env={"ACCELERATE_USE_CPU": "true"}, cwd=tmp_path)
+    ranks(1)(_run, str(tmp_path), begin, AROUND_CALLBACKS, *runs)
     assert (tmp_path / "averaged" / "model.safetensors").is_file()
     assert list((tmp_path / "run" / "sharded").glob("checkpoint-*"))
 

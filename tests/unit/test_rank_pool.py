@@ -33,6 +33,7 @@ def _pid() -> int:
 
 
 def _rank_one_first() -> None:
+    dist.barrier()
     if dist.get_rank() == 0:
         time.sleep(0.5)
         raise KeyError("second")
@@ -61,11 +62,15 @@ def _die() -> int:
     return dist.get_rank()
 
 
-def _print_and_exit() -> None:
+def _end_each_in_its_way() -> str:
     print(f"rank {dist.get_rank()} speaks", file=sys.stderr)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 1:
         raise SystemExit(7)
-    raise ValueError("as in a script")
+    if dist.get_rank() == 2:
+        raise ValueError("as in a script")
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "the end"
 
 
 def _extra_collective_on_rank_zero() -> None:
@@ -186,17 +191,11 @@ def test_what_a_test_leaves_behind_is_cleaned():
 
 
 def test_fresh_processes_end_as_scripts_do(ranks):
-    result = ranks(2, fresh=True)(_print_and_exit)
-    assert result.exitcodes == [7, 1]
-    assert result.values == [None, None]
-    assert "rank 0 speaks" in result.stderr[0]
-    assert "ValueError: as in a script" in result.stderr[1]
-
-
-def test_fresh_processes_return_values_and_signals(ranks):
-    result = ranks(2, fresh=True)(_die)
-    assert result.exitcodes == [0, -signal.SIGKILL]
-    assert result.values == [0, None]
+    result = ranks(4, fresh=True)(_end_each_in_its_way)
+    assert result.exitcodes == [0, 7, 1, -signal.SIGKILL]
+    assert result.values == ["the end", None, None, None]
+    assert all(f"rank {rank} speaks" in text for rank, text in enumerate(result.stderr))
+    assert "ValueError: as in a script" in result.stderr[2]
 
 
 def test_a_local_function_is_refused_with_the_reason(ranks):
