@@ -176,10 +176,11 @@ class PrefetchConfig:
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
-    """Where masters with optimizer state, and parameter shards, live between uses."""
+    """Where masters with optimizer state, parameter shards, and inputs of recomputed units, live between uses."""
 
     optimizer: Tier = Tier.NONE
     params: Tier = Tier.NONE
+    activations: Tier = Tier.NONE  # inputs that recomputed units keep from forward to backward
     optimizer_ratio: float = 1.0  # part of the optimizer elements that leave the device
     nvme_path: str | None = None
     pin_memory: bool = True
@@ -196,6 +197,10 @@ class OffloadConfig:
             raise ValueError(f"offload.overlap_step needs offload.optimizer: cpu; it is {self.optimizer.value}: {why}.")
         if not 0.0 <= self.optimizer_ratio <= 1.0:
             raise ValueError(f"offload.optimizer_ratio: {self.optimizer_ratio!r} is not between 0 and 1.")
+        if self.activations is Tier.NVME:
+            raise ValueError(
+                "offload.activations: nvme is not done, since each input would be written once and read once; use cpu."
+            )
         if Tier.NVME in self.tiers and not self.nvme_path:
             raise ValueError("offload: nvme needs offload.nvme_path, a folder on a local disk.")
 
@@ -205,6 +210,7 @@ class OffloadConfig:
 
     @property
     def active(self) -> bool:
+        """Say whether masters or parameters leave the device."""
         return self.tiers != (Tier.NONE, Tier.NONE)
 
 
@@ -324,6 +330,12 @@ class ShardConfig:
         _at_least(self.persist_below, 0, "persist_below")
         if self.offload.params is not Tier.NONE and self.stage != 3:
             raise ValueError(f"offload.params needs stage 3; stage {self.stage} keeps whole parameters on the device.")
+        if self.offload.activations is not Tier.NONE and not self.activation_checkpointing:
+            raise ValueError(
+                "offload.activations: cpu moves the inputs that recomputed units keep, and without "
+                "activation_checkpointing: true ourshard recomputes none; set both. That key takes the place of "
+                "gradient_checkpointing_enable() and of the Trainer's gradient_checkpointing, and goes with them."
+            )
         if self.cuda_graph:
             self._check_graph()
         if self.offload.overlap_step and self.stage != 3:
@@ -334,6 +346,10 @@ class ShardConfig:
     def _check_graph(self) -> None:
         others = {
             "offload": (self.offload.active, "copies to and from the host follow what the host does meanwhile"),
+            "offload.activations": (
+                self.offload.activations is not Tier.NONE,
+                "a graph's inputs of units stay where they were when it was captured",
+            ),
             "communication": (self.communication.active, "codecs choose on the host, step by step"),
             "communication.two_hop_gathers": (
                 self.communication.two_hop_gathers,

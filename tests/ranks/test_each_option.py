@@ -45,6 +45,7 @@ CHANGED: dict[str, Any] = {
     "accumulate": "deferred",
     "offload.optimizer": "cpu",
     "offload.params": "cpu",
+    "offload.activations": "cpu",
     "offload.optimizer_ratio": 0.5,
     "offload.nvme_path": "/tmp",
     "offload.pin_memory": False,

@@ -281,6 +281,14 @@ def test_stage_3_alone_is_said_with_its_own_keys() -> None:
     assert from_deepspeed(raw).config == config
 
 
+def test_inputs_of_recomputed_units_go_to_the_host_and_back_to_deepspeed() -> None:
+    recompute = {"partition_activations": True, "cpu_checkpointing": True}
+    config = from_deepspeed({**zero(stage=2), "activation_checkpointing": recompute}).config
+    assert (config.activation_checkpointing, config.offload.activations.value) == (True, "cpu")
+    raw, notes = to_deepspeed(config)
+    assert (from_deepspeed(raw).config, notes) == (config, ())
+
+
 def test_what_deepspeed_cannot_say_is_noted() -> None:
     config = ShardConfig(shard_size="node", reshard_after_forward=False).replace(communication={"weights": "fp8"})
     _, notes = to_deepspeed(config)

@@ -133,7 +133,6 @@ def test_ignored_modules_are_names_and_patterns_are_refused() -> None:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        ({"fsdp_activation_checkpointing_offload": True}, "stay on the device"),
         ({"xla": "true"}, "PyTorch/XLA"),
         ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "PyTorch/XLA"),
         ({"param_init_fn": print}, "function"),
@@ -145,8 +144,20 @@ def test_what_is_not_done_here_is_refused_with_the_reason(raw: dict[str, Any], r
 
 
 def test_refused_keys_pass_when_they_ask_for_nothing() -> None:
-    raw = {"xla": False, "xla_fsdp_settings": {}, "activation_checkpointing_offload": "false", "param_init_fn": None}
+    raw = {"xla": False, "xla_fsdp_settings": {}, "param_init_fn": None}
     assert said(raw) == {}
+
+
+def test_inputs_of_recomputed_units_go_to_the_host_with_recomputation_alone() -> None:
+    both = {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}
+    config = from_fsdp(both).config
+    assert config.offload.activations.value == "cpu"
+    raw, notes = to_fsdp(config)
+    assert (from_fsdp(raw).config, notes) == (config, ())
+    with pytest.raises(ValueError, match=r"offload.activations: cpu moves .*activation_checkpointing: true"):
+        from_fsdp({"fsdp_activation_checkpointing_offload": True})
+    _, notes = to_fsdp(from_fsdp({**both, "fsdp_sharding_strategy": "HYBRID_SHARD"}).config)  # said in version 1
+    assert [note.partition(":")[0] for note in notes] == ["offload.activations"]
 
 
 def test_unknown_keys_name_the_nearest_one() -> None:

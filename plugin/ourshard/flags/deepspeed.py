@@ -159,6 +159,8 @@ def to_deepspeed(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         raw["bf16"] = {"enabled": "auto", "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if config.precision.master_dtype == "float16":
         raw["fp16"] = {"enabled": "auto", "fp16_master_weights_and_grads": True}
+    if config.offload.activations.value != "none":
+        raw["activation_checkpointing"] = {"cpu_checkpointing": True}
     if config.ledger:
         raw["comms_logger"] = {"enabled": True}
     for key in ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size"):

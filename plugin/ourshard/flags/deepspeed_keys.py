@@ -280,6 +280,9 @@ RUN = (
     idle("disable_allgather", "The stage decides what is gathered."),
     idle("dataloader_drop_last", "Belongs to your DataLoader, or to the Trainer's dataloader_drop_last."),
     idle("vocabulary_size", "Only a warning of DeepSpeed's."),
+    mapped("activation_checkpointing.cpu_checkpointing", "offload.activations", "True: cpu, and units are recomputed "
+           "(activation_checkpointing: true), where DeepSpeed waits for its own function to be called.",
+           read=_when({"activation_checkpointing": True, "offload.activations": "cpu"})),
     idle("activation_checkpointing", _RECOMPUTE, tree=True),
 )  # fmt: skip
 

@@ -53,6 +53,10 @@ def _read_offload(value: bool, _: Mapping[str, Any]) -> Outcome:
     return Outcome({"offload.params": tier, "offload.optimizer": tier})
 
 
+def _read_inputs(value: bool, _: Mapping[str, Any]) -> Outcome:
+    return Outcome({"offload.activations": "cpu" if value else "none"})
+
+
 def _policy(said: Mapping[str, Any]) -> str:
     text = str(said.get("auto_wrap_policy", "")).upper()
     if not text:
@@ -200,6 +204,8 @@ FLAGS: tuple[Flag, ...] = (
     mapped("cpu_ram_efficient_loading", "low_memory_loading", "Rank 0 reads the checkpoint, the others receive "
            "their shards."),
     mapped("activation_checkpointing", "activation_checkpointing", "Units are recomputed in backward."),
+    mapped("activation_checkpointing_offload", "offload.activations", "True: cpu, with activation_checkpointing.",
+           read=_read_inputs),
     mapped("ignored_modules", "wrap.ignore", "Dotted names; patterns and module objects are refused.", Kind.ANY,
            read=_read_ignored),
     mapped("mixed_precision_policy", "precision.param_dtype", "A name, a mapping or torch's object: param_dtype, "
@@ -211,8 +217,6 @@ FLAGS: tuple[Flag, ...] = (
          "limited.", asks_nothing=()),
     idle("state_dict_config", "Whole state dicts are gathered to the host of rank 0; shards need no setting."),
     idle("optim_state_dict_config", "Follows checkpoint.format."),
-    refused("activation_checkpointing_offload", "inputs of recomputed units stay on the device; set it to false, and "
-            "free device memory with offload.optimizer: cpu."),
     refused("param_init_fn", "a function can't be kept in a config; build the model on real tensors, or with "
             "low_memory_loading on rank 0 only.", Kind.ANY),
     refused("xla", _XLA),
@@ -264,6 +268,8 @@ def to_fsdp(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         raw["fsdp_state_dict_type"] = f"{config.checkpoint.format.value.upper()}_STATE_DICT"
     raw["fsdp_cpu_ram_efficient_loading"] = config.low_memory_loading
     raw["fsdp_activation_checkpointing"] = config.activation_checkpointing
+    if config.offload.activations.value != "none" and not first:  # Accelerate has it in version 2 alone
+        raw["fsdp_activation_checkpointing_offload"] = True
     if config.wrap.ignore:
         raw["fsdp_ignored_modules"] = ",".join(config.wrap.ignore)
     return raw, unsayable(config, from_fsdp(raw).config, "FSDP")

@@ -30,6 +30,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "accumulate": "sharded, or deferred: whole gradients until the optimizer steps",
     "offload.optimizer": "none, cpu or nvme: where masters and optimizer state live",
     "offload.params": "none, cpu or nvme: where parameter shards live (stage 3)",
+    "offload.activations": "none or cpu: where inputs of recomputed units wait for backward (activation_checkpointing)",
     "offload.optimizer_ratio": "part of the optimizer elements that leave the device, 0 to 1",
     "offload.nvme_path": "folder on a local disk, for nvme",
     "offload.pin_memory": "page-locked host memory, for copies that overlap",

@@ -62,7 +62,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     for tensor in model.parameters():
         materialize(tensor)  # those that ourshard was told to leave alone
     if config.activation_checkpointing:
-        recompute_in_backward(model, [module for unit in engine.units for module in unit.modules])
+        recompute_in_backward(model, [module for unit in engine.units for module in unit.modules], engine.inputs)
     engine.find_peers()
     _share_buffers(model, engine)
     engine.buffers.watch(model)

@@ -28,6 +28,7 @@ from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, forward_on_stack, hook_outputs, tensors_in
 from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_flight import InFlight
+from ourshard.runtime.inputs import make_inputs
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.live import LiveEngines
@@ -72,6 +73,7 @@ class Engine:
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger, hops_of(config, mesh))
         self.host = memory_for_offload(config.offload, mesh.device)
+        self.inputs = make_inputs(config, self.streams, mesh.device, ledger)
         self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
         self.buffers = UpdatedBuffers(self.control, self.collectives, mesh.world)
@@ -193,6 +195,8 @@ class Engine:
         if grad:
             self.sync_backward = self.require_sync
             self._follow_requires_grad()
+            if self.inputs is not None:
+                self.inputs.begin_forward()
         if self.writes:
             self.control.agree(
                 f"the first forward after {self.writes} parameters were written (copy_, load_state_dict)"
@@ -346,6 +350,8 @@ class Engine:
         if self.sync_backward:
             self.settle(behind)
         self.phase_is_backward = False
+        if self.inputs is not None:
+            self.inputs.end_backward()
         self.streams.join()
         self.measuring.end_phase()
         self.land_masters()
@@ -485,6 +491,8 @@ class Engine:
         self.phase_is_backward = False
         self.measuring.abandon()
         self.schedule.abandon()
+        if self.inputs is not None:
+            self.inputs.end_backward()
         self.streams.join()
         self.in_flight.forget()
         self._held.clear()

@@ -71,6 +71,16 @@ class HostMemory:
             self._register(buffer)
         return buffer.view(dtype)
 
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Let go of what `take` returned as bytes, once no copy uses it."""
+        self.nbytes -= buffer.nbytes
+        for index, pinned in enumerate(self._registered):
+            if pinned.data_ptr() == buffer.data_ptr():
+                torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+                self.pinned_nbytes -= buffer.nbytes
+                del self._registered[index]
+                return
+
     def _register(self, buffer: torch.Tensor) -> None:
         buffer[::_PAGE] = 0  # takes the pages, huge ones at once: the driver would take them three times as slowly
         code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)

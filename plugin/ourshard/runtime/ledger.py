@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What a buffer is for; all but `HOST`, `STATES` and `DISK` are on the device."""
+    """What a buffer is for; all but `HOST`, `STATES`, `DISK` and `INPUTS` are on the device."""
 
     SLOT = "slot"  # whole parameters of a unit, for as long as it computes
     FULL = "full"  # whole parameters that stay
@@ -22,11 +22,16 @@ class Kind(Enum):
     HOST = "host"  # masters, gradients and shards on the host, and windows to a disk; not in the totals
     STATES = "states"  # what optimizers keep one value an element of, on the host; not in the totals
     DISK = "disk"  # masters and optimizer state on a disk; not in the totals
+    INPUT = "input"  # inputs of recomputed units, on their way to the host or back: Note [Inputs on the host]
+    INPUTS = "inputs"  # memory for such inputs on the host; not in the totals
+
+
+_ELSEWHERE = (Kind.HOST, Kind.STATES, Kind.DISK, Kind.INPUTS)
 
 
 def on_device(held: Mapping[Kind, int]) -> int:
     """Return the bytes of all kinds that are on the device."""
-    return sum(nbytes for kind, nbytes in held.items() if kind not in (Kind.HOST, Kind.STATES, Kind.DISK))
+    return sum(nbytes for kind, nbytes in held.items() if kind not in _ELSEWHERE)
 
 
 @dataclass(slots=True)
@@ -42,6 +47,7 @@ class Ledger:
     calls: Counter[str] = field(default_factory=Counter)
     gathers: Counter[str] = field(default_factory=Counter)  # unit name -> gathers
     reduces: Counter[str] = field(default_factory=Counter)
+    copied: Counter[str] = field(default_factory=Counter)  # bytes of inputs "to host" and "from host"
     trace: list[str] | None = None  # the order of collectives, when asked for
     _held: Counter[Kind] = field(default_factory=Counter)
     _peak: Counter[Kind] = field(default_factory=Counter)
@@ -98,7 +104,7 @@ class Ledger:
 
     def reset(self) -> None:
         """Forget counts and peaks; what is held stays."""
-        for counter in (self.wire, self.calls, self.gathers, self.reduces):
+        for counter in (self.wire, self.calls, self.gathers, self.reduces, self.copied):
             counter.clear()
         self._peak = Counter(self._held)
         self._peak_total = self.held_total

@@ -30,6 +30,7 @@ class Spent(Enum):
 
     GATHER = "gather"  # compute waited for whole parameters; the label is the unit's where it is known
     REDUCE = "reduce"  # compute waited for a reduction
+    INPUT = "input"  # compute waited for an input of a recomputed unit, on its way to the host or back
     AGREE = "agree"  # the host waited for words of other ranks
     UNIT = "unit"  # a unit's forward or backward
     PHASE = "phase"  # what a forward or backward of the model has outside of units

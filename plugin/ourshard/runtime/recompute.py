@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ourshard.runtime.inputs import Inputs
 
-def recompute_in_backward(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Keep only the inputs of each unit in forward, and compute the unit again in backward.
+
+def recompute_in_backward(model: nn.Module, modules: list[nn.Module], inputs: Inputs | None) -> None:
+    """Keep only the inputs of each unit in forward, on the host where `inputs` says so, and compute it again later.
 
     A Transformers model does it itself, since it knows what else must change (no cache of keys and values). Of other
     models the `modules` (those of the units) are wrapped. Raises `ValueError` where there is nothing to do it for.
@@ -20,14 +22,58 @@ def recompute_in_backward(model: nn.Module, modules: list[nn.Module]) -> None:
         name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # its older name
         enable: Any = getattr(model, f"{name}_checkpointing_enable")
         enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+        if inputs is not None:
+            inputs.follow(model)
         return
     if not modules:
         raise ValueError("activation_checkpointing: the model has no units but the root; say in `wrap` what they are.")
+    call = checkpoint if inputs is None else partial(inputs.around, checkpoint)
     for module in modules:
-        module.forward = partial(_checkpointed, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(_checkpointed, call, module.forward)  # type: ignore[method-assign]
 
 
-def _checkpointed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+class _Place:
+    """Stands in arguments for a tensor that was taken out of them."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _checkpointed(call: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` through a checkpoint, to which all tensors are given by position, also those in keywords.
+
+    For these alone it saves what random numbers the device is at, and lets autograd keep them.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    tensors: list[torch.Tensor] = []
+    places = _take_out(args, tensors)
+    named = {name: _take_out(value, tensors) for name, value in kwargs.items()}
+    return call(partial(_put_back, forward, places, named), *tensors, use_reentrant=False)
+
+
+def _put_back(forward: Any, places: Any, named: dict[str, Any], *tensors: torch.Tensor) -> Any:
+    return forward(*_fill(places, tensors), **{name: _fill(value, tensors) for name, value in named.items()})
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return `value` with places for its tensors, which are added to `tensors`; lists and dicts stay the same objects.
+
+    A forward may add to a list or a dict that it was given.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if type(value) is tuple:
+        return tuple(_take_out(item, tensors) for item in value)
+    return value
+
+
+def _fill(value: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if type(value) is tuple:
+        return tuple(_fill(item, tensors) for item in value)
+    return value

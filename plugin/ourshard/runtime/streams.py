@@ -2,12 +2,14 @@
 
 Note [Streams]
 --------------
-Three streams: the caller's (compute), gather and reduce. All buffers are allocated and freed on the compute
-stream, so the caching allocator reuses a freed block only for work that is queued later on that stream, and:
+Four streams: the caller's (compute), gather, reduce and, where inputs of units are offloaded, copies. All buffers are
+allocated and freed on the compute stream, so the caching allocator reuses a freed block only for work that is queued
+later on that stream, and:
 
 * a gather waits for the compute stream as it is when the gather is issued (`before_gather`): the block it fills was
   freed by work queued before, and the masters it reads were stepped there;
 * compute waits for the gather of a unit before its first kernel (`after_gather`);
+* copies wait for compute as gathers do; what they read or fill is kept alive until compute has waited for them;
 * a reduction waits for compute, which filled its buffer (`before_reduce`), and its buffer is kept alive by the
   runtime until compute has waited for it (`after_reduce`): no `record_stream`.
 
@@ -83,6 +85,10 @@ class _After(Queue):
         event.record(self._stream)
         return event
 
+    def synchronize(self) -> None:
+        """Wait on the host until the stream has done all of its work."""
+        self._stream.synchronize()
+
     def __exit__(self, *exception: object) -> None:
         assert self._before is not None
         torch.cuda.set_stream(self._before)
@@ -96,6 +102,8 @@ class Streams:
         self.on_gpu = device.type == "cuda"
         self.meter: Meter | None = None  # the engine's, while it measures
         self._after_gather, self._after_reduce = Queue(), Queue()
+        self._copies: _After | None = None
+        self._device = device
         if self.on_gpu:
             self._gather = torch.cuda.Stream(device, priority=-1)
             self._reduce = torch.cuda.Stream(device, priority=-1)
@@ -110,6 +118,14 @@ class Streams:
     def reduce(self) -> Queue:
         """Queue on the reduce stream, after the compute stream's work so far."""
         return self._after_reduce
+
+    def copies(self) -> Queue:
+        """Queue on the stream of copies to the host and back, after the compute stream's work so far."""
+        if not self.on_gpu:
+            return self._after_gather
+        if self._copies is None:
+            self._copies = _After(torch.cuda.Stream(self._device, priority=-1), self._current)
+        return self._copies
 
     def beside_compute(self) -> bool:
         """Say whether the current stream is the one of gathers or of reductions."""
@@ -133,6 +149,8 @@ class Streams:
         if self.on_gpu:
             self._gather.synchronize()
             self._reduce.synchronize()
+            if self._copies is not None:
+                self._copies.synchronize()
 
     def fork(self) -> None:
         """Make gathers and reductions wait for the compute stream, so that a capture of it takes in all three."""

@@ -62,10 +62,11 @@ def _dtypes(lane: Lane) -> str:
 def _tiers(engine: Engine) -> str:
     names = {Tier.NONE: "the device", Tier.CPU: "the host", Tier.NVME: "a disk"}
     offload = engine.config.offload
+    inputs = ", inputs of recomputed units on the host" if engine.inputs is not None else ""
     if not offload.active:
-        return "all on the device"
+        return f"masters, optimizer and parameters on the device{inputs}" if inputs else "all on the device"
     part = "" if offload.optimizer_ratio == 1.0 else f"{_part_that_left(engine):.0%} of "
-    return f"{part}masters and optimizer on {names[offload.optimizer]}, parameters on {names[offload.params]}"
+    return f"{part}masters and optimizer on {names[offload.optimizer]}, parameters on {names[offload.params]}{inputs}"
 
 
 def _transport(engine: Engine) -> Iterator[str]:
@@ -146,7 +147,10 @@ def _of_host(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "offload.nvme_path", "nothing is on a disk"
         yield "offload.windows", "nothing is on a disk"
     if not engine.config.offload.active:
-        yield "offload.pin_memory", "nothing is on the host"
+        if engine.inputs is None:
+            yield "offload.pin_memory", "nothing is on the host"
+        elif engine.mesh.device.type != "cuda":
+            yield "offload.pin_memory", "without a GPU nothing is pinned"
         yield "offload.optimizer_ratio", "nothing is on the host"
         return
     if engine.mesh.device.type != "cuda":
