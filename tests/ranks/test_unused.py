@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ from tests.ranks.training import TOY, adamw, momentum
 pytestmark = pytest.mark.ranks
 
 CONFIGS = {**TOY, "whole": {"stage": 3, "persist_below": 0, "reshard_after_forward": False}}
+LATE = {
+    "released": {"stage": 3, "persist_below": 0},
+    "whole": CONFIGS["whole"],
+    "deep prefetch": {"stage": 3, "persist_below": 0, "prefetch": {"forward": 3, "backward": 2}},
+}
 EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
@@ -80,13 +86,44 @@ def test_a_branch_that_comes_to_life_on_one_rank_works_up_to_stage_2(ranks, stag
     ranks(2)(skip_a_tower, {"stage": stage, "persist_below": 0}, Tower, [[], [], [1], [0], [0, 1]])
 
 
-def test_a_branch_that_comes_to_life_on_one_rank_at_stage_3_is_an_error_that_names_it(ranks):
-    """D03: a gather that the record does not have can't be joined; all ranks hear who is where, and none waits."""
-    result = ranks(2, fresh=True)(skip_a_tower, {"stage": 3, "persist_below": 0}, Tower, [[], [], [1]])
-    assert all(code != 0 for code in result.exitcodes)
-    assert "gather unit 0 (tower.0)" in result.stderr[1]
-    assert "DesyncError" in result.stderr[1]
-    assert "make the module around them the unit" in result.stderr[1]
+@pytest.mark.parametrize("config", LATE.values(), ids=LATE)
+@pytest.mark.parametrize("make", [Tower, frozen_tower], ids=["trainable", "frozen"])
+def test_a_branch_that_comes_to_life_on_one_rank_works_at_stage_3(ranks, config, make):
+    """D03: the record of the first steps lacks the branch; its gathers come into it when one rank needs them."""
+    ranks(2)(skip_a_tower, config, make, [[], [], [1], [0], [0, 1], [], [1]])
+
+
+class Branch(nn.Module):
+    """A branch whose part of the loss some ranks leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.branch = nn.ModuleList([Block(), Block()]), nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor, counts: bool) -> torch.Tensor:
+        for block in self.trunk:
+            x = block(x)
+        seen = self.branch[1](self.branch[0](x))
+        return x.square().mean() + (seen if counts else seen.detach()).square().mean()
+
+
+def leave_out_a_loss(wants: list[list[bool]]) -> None:
+    """Step k: rank r has the branch in its loss if `wants[k][r]`."""
+    both = pair({"stage": 3, "persist_below": 0, "wrap": {"classes": ["Block"]}}, Branch, momentum)
+    for step, counts in enumerate(wants):
+        both.zero_grad()
+        for rows, counted in zip(joined(step).chunk(2), counts, strict=True):
+            (both.plain(rows, counted) / 2).backward()
+        both.sharded(part(joined(step)), counts[dist.get_rank()]).backward()
+        both.assert_same_gradients()
+        both.step()
+    both.assert_same()
+
+
+def test_a_branch_whose_gradients_come_on_one_rank_later(ranks):
+    no, yes = False, True
+    ranks(2)(leave_out_a_loss, [[no, no], [no, no], [no, yes], [yes, no], [yes, yes], [no, no]])
 
 
 class Experts(nn.Module):
@@ -155,6 +192,68 @@ def test_experts_that_ranks_skip_give_the_gradients_of_one_process(ranks, config
 def test_experts_as_units_of_their_own_that_ranks_skip(ranks, stage, checkpointing):
     """D01 at its hardest: each expert is gathered alone, and the first step already differs between ranks."""
     ranks(2)(route, {"stage": stage, "persist_below": 0}, checkpointing, "Block")
+
+
+def wake_experts(checkpointing: bool | None) -> None:
+    both = pair({"stage": 3, "persist_below": 0, "wrap": {"classes": ["Block"]}}, Mixture, adamw)
+    both.plain.checkpointing = both.sharded.checkpointing = checkpointing
+    asked = []
+    for step, used in enumerate(["0000", "0000", "0010", "0023", "3210", "0000", "0033", "1122", "0000"]):
+        rows, choice = joined(step), torch.tensor([int(number) for number in used])
+        both.zero_grad()
+        before = both.engine.control.agreements
+        for model, x, c in ((both.plain, rows, choice), (both.sharded, part(rows), part(choice))):
+            (model(x, c) - x).square().mean().backward()
+        asked.append(both.engine.control.agreements - before)
+        both.assert_same_gradients()
+        both.step()
+    both.assert_same()
+    assert all(count <= 2 for count in asked[-4:]), (
+        asked
+    )  # the records have all experts: the ranks meet, and that is all
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_experts_that_come_to_life_one_by_one(ranks, checkpointing):
+    """D01: one expert alone in the first steps, then others on this rank or that."""
+    ranks(2)(wake_experts, checkpointing)
+
+
+class Routed(nn.Module):
+    """Two layers of six experts, called in the order that a caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.ModuleList([Block() for _ in range(6)]) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, orders: list[list[int]]) -> torch.Tensor:
+        for layer, order in zip(self.layers, orders, strict=True):
+            for number in order:
+                x = x + 0.1 * layer[number](x)  # type: ignore[index]
+        return x
+
+
+def route_at_random(config: dict[str, Any], seed: int) -> None:
+    """In each step each rank calls other experts in another order, some of them twice."""
+    random, world = Random(seed), dist.get_world_size()
+    both = pair({**config, "wrap": {"classes": ["Block"]}}, Routed, momentum)
+    for step in range(12):
+        both.zero_grad()
+        orders = [[random.choices(range(6), k=random.randint(1, 4)) for _ in range(2)] for _ in range(world)]
+        for rows, order in zip(joined(step).chunk(world), orders, strict=True):
+            ((both.plain(rows, order) - rows).square().mean() / world).backward()
+        mine = part(joined(step))
+        (both.sharded(mine, orders[dist.get_rank()]) - mine).square().mean().backward()
+        both.assert_same_gradients(2e-6)
+        both.step()
+    both.assert_same(2e-6)
+
+
+@pytest.mark.parametrize("config", LATE.values(), ids=LATE)
+def test_experts_in_any_order_and_number_on_each_rank(ranks, config):
+    """D01, with units of one expert each: what one rank wants, another may want later, twice or never."""
+    ranks(2)(route_at_random, config, 1)
 
 
 def joined_gathers_do_not_pile_up() -> list[int]:

@@ -72,6 +72,18 @@ class _Unit:
     def label(self) -> str:
         return self.planned.label
 
+    @property
+    def sharded(self) -> bool:
+        return self.planned.sharded
+
+    @property
+    def rooted(self) -> bool:
+        return self.planned.rooted
+
+    @property
+    def trainable(self) -> bool:
+        return any(lane.planned.trainable for lane in self.lanes)
+
     def release_unused(self) -> None:
         """Do nothing: every unit is used."""
 
@@ -80,6 +92,7 @@ class _Nobody:
     """Stands for the other ranks, which agree to everything."""
 
     world = 2
+    is_silent = True  # every unit is used, so that ranks need not meet
 
     def agree(self, label: str) -> None:
         """Agree."""

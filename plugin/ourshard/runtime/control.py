@@ -171,6 +171,10 @@ class Control:
         self.patient = host_group("disks", PATIENCE) if mesh.control is not None else None
         self._watch = watch() if mesh.control is not None else None
 
+    @property
+    def is_silent(self) -> bool:
+        return self._silent
+
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Say and ask nothing for a while, in which all ranks do the same. A new order can't be agreed on then."""
@@ -310,7 +314,7 @@ class Control:
             "The ranks are in different places, and would wait for each other for ever:\n"
             f"{places}\n"
             "Every rank must run the same sharded modules, and make the same collective calls (saving, state_dict, "
-            "gathered, clipping), in the same order; look for a branch on the rank or on the data. Where some ranks "
-            "came to use modules that none used in the first step, make the module around them the unit, with "
+            "gathered, clipping), in the same order; look for a branch on the rank or on the data. Where one rank alone "
+            "calls a module more often than all did so far, make the module around it the unit, with "
             "`wrap: {classes: [...]}`."
         )

@@ -19,6 +19,16 @@ every rank is at the end. From then on a rank follows the record without asking:
 * gradients that come after their reduction, or have none in the record, are left over: `Engine.finish_backward`.
 
 So all ranks issue the same sequence, always, and no rank waits for a collective that another will not issue.
+
+Note [Units that come to life]
+------------------------------
+A record may lack units: an expert or a tower that no rank used when it was made, or that got no gradient. Later, one
+rank alone may come to need one, which the others can't know. All ranks therefore meet at the end of such a phase, which
+costs an agreement; also where ranks have once wished for different things, since they may again, in another order.
+A rank that needs what the rest of the record lacks first takes part in that rest, which the others follow; by then they
+are at its end, and all take turns until no rank wants anything more. What such a rank let go of in passing is gathered
+again for it, in this phase alone: new units come into the record at the place where they were needed. The records of
+backwards are forgotten when that of a forward grows.
 """
 
 from __future__ import annotations
@@ -26,26 +36,15 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Hashable
-from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from ourshard.runtime.records import Action, Event, Record, Turns, Wish, hoist
 
 if TYPE_CHECKING:
     from ourshard.runtime.control import Control
     from ourshard.runtime.unit import Unit
 
-
-class Action(Enum):
-    """What happens to a unit."""
-
-    GATHER = "gather"
-    REDUCE = "reduce"
-
-
-class Event(NamedTuple):
-    """One step of the order; `unit` is the unit's index."""
-
-    action: Action
-    unit: int
+__all__ = ["Action", "Event", "Schedule"]
 
 
 class Schedule:
@@ -58,7 +57,7 @@ class Schedule:
         self._units = units
         self._perform = perform  # issues the collective of an event, once
         self._name = name  # of the model, in what ranks tell each other
-        self._plans: dict[Hashable, tuple[list[Event], list[int]]] = {}  # with the gathers before each place
+        self._records: dict[tuple[str, Hashable], tuple[Record, list[int]]] = {}  # with the gathers before each place
         self.phase: tuple[str, Hashable] | None = None
         self._depth = 0
         self._plan: list[Event] = []  # of the current phase
@@ -66,6 +65,9 @@ class Schedule:
         self._issued = 0  # events of the plan that were issued
         self._reached = 0  # events of the plan up to the last gather that this rank asked for
         self._recording = False
+        self._meets = False  # all ranks meet at the end of the plan: Note [Units that come to life]
+        self._varies: set[str] = set()  # forward, backward: what ranks have wished for different things in
+        self._turns: Turns | None = None  # since the plan was over
         self._keeps = True  # a record: not a rank that is alone and has all parameters on its device
         self._ready: set[int] = set()  # units whose gradients wait for their turn to be reduced
         self._skipped: deque[Unit] = deque()  # gathered in passing, and not asked for
@@ -75,8 +77,11 @@ class Schedule:
         """Start a phase (what it is, and what its order depends on), and gather ahead."""
         self.phase = phase
         self._depth = depth
-        self._recording = phase not in self._plans
-        self._plan, self._gathers = ([], []) if self._recording else self._plans[phase]
+        self._recording = phase not in self._records
+        record, self._gathers = self._records.get(phase, (Record([], meets=False), []))
+        self._plan = list(record.events)
+        self._meets = record.meets or phase[0] in self._varies
+        self._turns = None
         self._issued = self._reached = 0
         self._ready.clear()
         self._skipped.clear()
@@ -93,11 +98,11 @@ class Schedule:
         if self.phase is None or not self._keeps:
             self.phase = None
             return
+        if self._meets and not self._recording and not self._control.is_silent:
+            self._begin_turns()
         if self._recording:
             self._record(None)
-            plan = hoist(self._plan, self._depth)
-            kinds = (event.action is Action.GATHER for event in plan)
-            self._plans[self.phase] = plan, list(itertools.accumulate(kinds, initial=0))
+            self._keep(self.phase)
         while self._issued < len(self._plan):
             self._pass_by(self._plan[self._issued])
         self._control.confirm()
@@ -111,7 +116,7 @@ class Schedule:
 
     def forget(self) -> None:
         """Forget all records: the model changed."""
-        self._plans.clear()
+        self._records.clear()
 
     def need(self, action: Action, unit: Unit) -> None:
         """Gather a unit now, in its place in the order; or reduce one, in its turn."""
@@ -132,6 +137,8 @@ class Schedule:
     def passed(self, unit: Unit) -> None:
         """Note that a unit gathered ahead is in use now, and prefetch what follows."""
         if self.phase is None or self._recording or self._reached >= self._issued:
+            if self._turns is not None:
+                self._turns.come_to(Event(Action.GATHER, unit.index))
             return
         index, plan = unit.index, self._plan
         for place in range(self._reached, self._issued):
@@ -152,6 +159,10 @@ class Schedule:
         try:
             place = self._plan.index(event, self._issued)
         except ValueError:
+            if self._meets:
+                self._begin_turns()
+                self._record(event)
+                return
             self._control.agree(self._label(event))
             self._plan = self._plan[: self._issued]
             self._recording = True
@@ -196,12 +207,56 @@ class Schedule:
 
     def _record(self, wanted: Event | None) -> None:
         """Take turns with the other ranks until `wanted` has been done; None: until all ranks are at the end."""
+        if wanted is not None and self._turns is not None:
+            self._turns.come_to(wanted)
         while True:
             turn = self._next_turn(wanted)
             if turn is not None:
                 self._add(turn)
+                if wanted is None and turn.action is Action.GATHER:
+                    self._units[turn.unit].release_unused()
             if turn == wanted:
                 return
+
+    def _begin_turns(self) -> None:
+        """Take part in the rest of the record; after it ranks take turns: Note [Units that come to life]."""
+        self._turns = Turns(list(self._plan), self._reached)
+        while self._issued < len(self._plan):
+            self._pass_by(self._plan[self._issued])
+        self._recording = True
+
+    def _keep(self, phase: tuple[str, Hashable]) -> None:
+        """Keep what was recorded in a phase, or what its record has become."""
+        turns = self._turns
+        if turns is None:
+            events = hoist(self._plan, self._depth)
+        elif not turns.taken:
+            return
+        else:
+            events = turns.grown()
+            if phase[0] == "forward":
+                self._records = {kept: record for kept, record in self._records.items() if kept[0] == "forward"}
+        record = Record(events, meets=self._lacks_units(phase[0], events))
+        self._records[phase] = record, record.gathers_before()
+
+    def _lacks_units(self, kind: str, events: list[Event]) -> bool:
+        """Say whether a rank may come to need a gather that `events` do not have.
+
+        Of a backward: of a unit that is trained and that a forward gathers. Where none is gathered, all are whole since
+        their forward.
+        """
+        units = [unit for unit in self._units if unit.sharded and not unit.rooted]
+        gathered = _gathered(events)
+        if kind == "forward":
+            return any(unit.index not in gathered for unit in units)
+        forward = {
+            unit
+            for (kept, _), (record, _) in self._records.items()
+            if kept == "forward"
+            for unit in _gathered(record.events)
+        }
+        missing = any(unit.trainable and unit.index in forward - gathered for unit in units)
+        return missing and any(unit.index in gathered for unit in units)
 
     def _add(self, event: Event) -> None:
         self._plan.append(event)
@@ -210,9 +265,17 @@ class Schedule:
 
     def _next_turn(self, wanted: Event | None) -> Event | None:
         """Hear what every rank wants and choose the same on all; None when all are at the end."""
+        assert self.phase is not None
         told = self._control.agree_on(self._label(wanted), f"{self._title}: ")
-        events = [event for event in map(self._read, told) if event is not None]
-        return min(events, key=self._rank_of) if events else None
+        wishes = [Wish.read(text.removeprefix(f"{self._title}: ")) for text in told]
+        turn = min((wish for wish in wishes if wish), key=lambda wish: self._rank_of(wish.event), default=None)
+        if turn is None:
+            return None
+        if any(wish != turn for wish in wishes):
+            self._varies.add(self.phase[0])
+        if self._turns is not None:
+            self._turns.take(turn, wishes)
+        return turn.event
 
     def _rank_of(self, event: Event) -> tuple[bool, int]:
         """Order events that compete: gathers first; units as they come in a forward, or the reverse in a backward.
@@ -232,27 +295,10 @@ class Schedule:
     def _label(self, event: Event | None) -> str:
         if event is None:
             return f"{self._title}: end"
-        return f"{self._title}: {event.action.value} unit {event.unit} ({self._units[event.unit].label})"
-
-    def _read(self, label: str) -> Event | None:
-        words = label.removeprefix(f"{self._title}: ").split()
-        return None if words[0] == "end" else Event(Action(words[0]), int(words[2]))
+        after = f" after {self._turns.place}" if self._turns is not None else ""
+        unit = self._units[event.unit].label
+        return f"{self._title}: {event.action.value} unit {event.unit}{after} ({unit})"
 
 
-def hoist(events: list[Event], depth: int) -> list[Event]:
-    """Return the order with each gather moved ahead of the reductions that its prefetch should not wait for.
-
-    With `depth` gathers in flight, the gather number i + depth is issued when number i is asked for.
-    """
-    gathers = [event for event in events if event.action is Action.GATHER]
-    order: list[Event] = []
-    emitted = wanted = 0
-    for event in events:
-        if event.action is Action.REDUCE:
-            order.append(event)
-            continue
-        wanted += 1
-        until = min(wanted + depth, len(gathers))
-        order.extend(gathers[emitted:until])
-        emitted = max(emitted, until)
-    return order
+def _gathered(events: list[Event]) -> set[int]:
+    return {event.unit for event in events if event.action is Action.GATHER}
