@@ -85,7 +85,8 @@ def held_in_a_range(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
         square_loss(model, rows if config is None else rows.chunk(2)[dist.get_rank()]).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
+            parameter.grad.mul_(0.25)
+            parameter.grad *= 2
         optimizer.step()
         optimizer.zero_grad()
         for parameter in model.parameters():

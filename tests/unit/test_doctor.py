@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from tests.commands import launch, run_cli
 
-DOCTOR = [sys.executable, "-m", "ourshard.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "ourshard", "doctor"]
 ALONE = {
     "versions",
     "GPUs",

@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "ourshard.integrations": _BELOW_INTEGRATIONS,
     "ourshard.doctor": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
     "ourshard.cli": (*_BELOW_INTEGRATIONS, "ourshard.integrations", "ourshard.doctor"),
+    "ourshard.__main__": ("ourshard.cli",),
     "ourshard.trainer_callbacks": (*_BELOW_INTEGRATIONS, "ourshard.integrations"),
 }
 # These are read by launchers and by planners of other machines' jobs: the standard library is all they need.

@@ -29,3 +29,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
             if isinstance(value[key], (torch.Tensor, tuple, list, dict)):
                 value[key] = cast(value[key], dtype)
     return value
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None

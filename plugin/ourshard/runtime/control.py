@@ -314,7 +314,7 @@ class Control:
             "The ranks are in different places, and would wait for each other for ever:\n"
             f"{places}\n"
             "Every rank must run the same sharded modules, and make the same collective calls (saving, state_dict, "
-            "gathered, clipping), in the same order; look for a branch on the rank or on the data. Where one rank alone "
+            "gathered, clipping), in the same order; look for a branch on the rank or on the data. Where one rank "
             "calls a module more often than all did so far, make the module around it the unit, with "
             "`wrap: {classes: [...]}`."
         )

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ourshard.config import Accumulate, ShardConfig, Tier
-from ourshard.runtime.casting import cast
+from ourshard.runtime.casting import cast, dtype_named
 from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer, hops_of
 from ourshard.runtime.control import Control
@@ -35,6 +35,7 @@ from ourshard.runtime.live import LiveEngines
 from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.meter import Measuring
 from ourshard.runtime.module_buffers import UpdatedBuffers
+from ourshard.runtime.newcomers import Newcomers
 from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
@@ -65,10 +66,10 @@ class Engine:
         self.ledger = ledger
         self.chosen = ""  # what was measured of the links, and decided: Note [Measured links]
         self.cast_small = cast_small
-        self.param_dtype = _dtype(config.precision.param_dtype)
-        self.reduce_dtype = _dtype(config.precision.reduce_dtype)
-        self.master_dtype = _dtype(config.precision.master_dtype) or torch.float32
-        self.output_dtype = _dtype(config.precision.output_dtype)
+        self.param_dtype = dtype_named(config.precision.param_dtype)
+        self.reduce_dtype = dtype_named(config.precision.reduce_dtype)
+        self.master_dtype = dtype_named(config.precision.master_dtype) or torch.float32
+        self.output_dtype = dtype_named(config.precision.output_dtype)
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger, hops_of(config, mesh))
@@ -100,6 +101,7 @@ class Engine:
         self._forward_depth = 0
         self._held: list[Unit] = []
         self.in_flight = InFlight(self.streams)
+        self.newcomers = Newcomers(self)
         self._held_before = 0  # units that were held when the forward began
         self.keeps_graph = False  # the backward that runs, or the last one, has `create_graph`
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
@@ -193,6 +195,7 @@ class Engine:
         grad = self.forward_has_grad = torch.is_grad_enabled()
         self.measuring.begin_phase("forward", counts=grad)
         if grad:
+            self.newcomers.refuse()
             self.sync_backward = self.require_sync
             self._follow_requires_grad()
             if self.inputs is not None:
@@ -521,7 +524,3 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError("A sharded model can't be pickled; save it with accelerator.save_model or save_pretrained.")
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return getattr(torch, name) if name else None

@@ -16,6 +16,7 @@ Every torch function that meets a handle goes through `__torch_function__`:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -146,13 +147,15 @@ class ShardParameter(Resting, nn.Parameter):
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        if value is not None and value is not self._lane.gradient_handle(self._position):
+        own = isinstance(value, ShardGradient) and (value._lane, value._position) == (self._lane, self._position)
+        if own:
+            return  # as `p.grad *= 2` ends
+        if value is not None:
             raise RuntimeError(
                 f"The gradient of {self._lane.name_of(self._position)!r} is sharded and can't be replaced by a "
                 "tensor; set it to None, or change it through optimizer.param_groups."
             )
-        if value is None:
-            self._lane.drop_gradients((self._position,))
+        self._lane.drop_gradients((self._position,))
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args and "tensor" in kwargs:  # as `nn.init` hands its tensor on
@@ -294,12 +297,34 @@ class ShardParameter(Resting, nn.Parameter):
 
     def _advice(self, verb: str) -> str:
         name = self._lane.name_of(self._position)
+        if _in_surgery():
+            return (
+                f"{name!r} (shape {tuple(self.shape)}) is sharded: parametrizing or pruning it is not possible any "
+                "more. Do it before `prepare` (or before `shard_model`)."
+            )
         return (
             f"{name!r} (shape {tuple(self.shape)}) is sharded and not whole on rank {self._lane.rank}: {verb} "
             "is not possible here. On all ranks, use `with ourshard.gathered(model):` to read it (`writeback=True` to "
             "change it), `accelerator.get_state_dict(model)` or `ourshard.full_state_dict(model)` to save it, "
             "`accelerator.clip_grad_norm_` to clip."
         )
+
+
+# Functions of torch that give a module other parameters, or take them back.
+_SURGERY = {
+    f"torch.nn.utils.{name}" for name in ("parametrizations", "parametrize", "prune", "spectral_norm", "weight_norm")
+}
+_SURGEONS = ("apply", "register_parametrization", "remove", "remove_parametrizations", "spectral_norm")
+
+
+def _in_surgery() -> bool:
+    """Say whether a module is being parametrized or pruned."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _SURGERY and frame.f_code.co_name in _SURGEONS:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _leaf_of(value: Any) -> Any:

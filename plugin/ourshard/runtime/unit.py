@@ -175,8 +175,9 @@ class Unit:
                 if attribute not in registry or registry[attribute] is not resting:
                     raise RuntimeError(
                         f"The parameter {attribute!r} of unit {self.label!r} was replaced after the model was "
-                        "sharded; change the model (resize embeddings, add adapters) before `prepare`, and call "
-                        "`torch.func.functional_call` inside of `with ourshard.gathered(model):`."
+                        "sharded; change the model (resize embeddings, add adapters, parametrize or prune weights) "
+                        "before `prepare`, and call `torch.func.functional_call` inside of "
+                        "`with ourshard.gathered(model):`."
                     )
                 registry[attribute] = leaf
 
