@@ -126,6 +126,36 @@ def test_a_branch_whose_gradients_come_on_one_rank_later(ranks):
     ranks(2)(leave_out_a_loss, [[no, no], [no, no], [no, yes], [yes, no], [yes, yes], [no, no]])
 
 
+class Looped(nn.Module):
+    """Calls its first block as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = self.blocks[0](x)
+        return self.blocks[1](x)
+
+
+def call_once_more_on_rank_1() -> None:
+    from ourshard import shard_model
+
+    model = shard_model(Looped(), {"stage": 3, "persist_below": 0, "wrap": {"classes": ["Block"]}})
+    for times in (2, 2, 2 + dist.get_rank()):
+        model(part(joined(0)), times).sum().backward()
+
+
+def test_a_module_that_one_rank_calls_more_often_than_all_did_is_an_error_that_names_it(ranks):
+    """A gather that the record does not have can't be joined where ranks do not meet; all hear who is where."""
+    result = ranks(2, fresh=True)(call_once_more_on_rank_1)
+    assert all(code != 0 for code in result.exitcodes)
+    assert "gather unit 0 (blocks.0)" in result.stderr[1]
+    assert "DesyncError" in result.stderr[1]
+    assert "make the module around it the unit" in result.stderr[1]
+
+
 class Experts(nn.Module):
     """Four experts of which each row uses one."""
 
