@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -20,6 +19,7 @@ from ourshard.flags.translate import compose
 from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
 from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, offloaded, scaling
+from ourshard.planning.quantities import parse_rate, parse_size, parse_time
 from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
 from ourshard.planning.variants import variant
 from ourshard.values import flatten
@@ -64,22 +64,42 @@ def plan(
     gpus: Annotated[int, typer.Option(help="GPUs over all nodes.")] = 8,
     nodes: Annotated[int, typer.Option(help="Nodes that they fill.")] = 1,
     memory: Annotated[
-        float | None, typer.Option(help="GiB that a process can use on a GPU; else the card's, less what CUDA takes.")
+        float | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="GIB",
+            help="GiB that a process can use on a GPU; else the card's, less what CUDA takes.",
+        ),
     ] = None,
     link: Annotated[
-        float | None, typer.Option(help="GB/s of a GPU to others of its node, one way; else the card's.")
+        float | None,
+        typer.Option(
+            parser=parse_rate, metavar="GB/S", help="GB/s of a GPU to others of its node, one way; else the card's."
+        ),
     ] = None,
     network: Annotated[
-        float | None, typer.Option(help="GB/s of a GPU to other nodes; else the usual of such machines.")
+        float | None,
+        typer.Option(
+            parser=parse_rate, metavar="GB/S", help="GB/s of a GPU to other nodes; else the usual of such machines."
+        ),
     ] = None,
     host_memory: Annotated[
-        float | None, typer.Option(help="GiB of a node's memory that its ranks may take; else without a limit.")
+        float | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="GIB",
+            help="GiB of a node's memory that its ranks may take; else without a limit.",
+        ),
     ] = None,
-    disk: Annotated[float | None, typer.Option(help="GB/s of a node's disk; else a guess of 3.")] = None,
+    disk: Annotated[
+        float | None, typer.Option(parser=parse_rate, metavar="GB/S", help="GB/s of a node's disk; else a guess of 3.")
+    ] = None,
     kernel_start: Annotated[
         float | None,
         typer.Option(
-            help="Microseconds of the host to start a kernel, as `ourshard doctor` measures; else a wide guess."
+            parser=parse_time,
+            metavar="US",
+            help="Microseconds of the host to start a kernel, as `ourshard doctor` measures; else a wide guess.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Samples of one rank in one forward.")] = 1,
@@ -129,15 +149,8 @@ def plan(
 def _adjusted(
     hardware: Hardware, rates: dict[str, float | None], sizes: dict[str, float | None], kernel_start: float | None
 ) -> Hardware:
-    """Put what the user knows in the place of the data sheet's numbers: rates in GB/s, sizes in GiB, a start in us.
-
-    Raises:
-        ValueError: one of them is not above 0.
-    """
+    """Put what the user knows in the place of the data sheet's numbers: rates in GB/s, sizes in GiB, a start in us."""
     given = {name: value for name, value in (rates | sizes).items() if value is not None}
-    for name, value in (given | ({"kernel_start": kernel_start} if kernel_start is not None else {})).items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"--{name.removesuffix('_rate').replace('_', '-')}: {value} must be a number above 0.")
     changes = {name: int(value * GIB) if name in sizes else value * GB for name, value in given.items()}
     hardware = hardware.replace(**changes)
     return hardware if kernel_start is None else hardware.starting(kernel_start / 1e6)
