@@ -60,6 +60,7 @@ def _curves(panel: Any, title: str, rows: list[Row], names: Iterable[str]) -> No
             panel.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "")
     if panel.lines:
         panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
+    if len(panel.lines) > 1:  # one says in its title what it is
         panel.legend(frameon=False)
     panel.grid(alpha=0.3)
 

@@ -1,4 +1,8 @@
-"""Which gradients are not finite: as backward makes them, on the rank whose batch it was, and once they are reduced."""
+"""Which gradients are not finite: as backward makes them, on the rank whose batch it was, and once they are reduced.
+
+Where the forward was not finite already, every gradient is bad, the last layer's first: then the unit counts whose
+result was the first to be so.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ import torch
 from ourshard.checkpoint.foreign.names import shorten
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.unit import Unit
 
 
 class GradientWatch:
-    """Looks at each gradient of this rank as it arrives, for the time of one step.
+    """Looks at each gradient of this rank as it arrives, and at what units return, for the time of one step.
 
     A reduction mixes the ranks, and a gradient that is not finite spoils those of all layers before: only here can be
     told where it began. The flags stay on the device until `bad`.
@@ -20,7 +25,10 @@ class GradientWatch:
 
     def __init__(self, engine: Engine) -> None:
         self._seen: list[tuple[str, torch.Tensor]] = []  # in the order of backward
+        self._returned: list[tuple[str, torch.Tensor]] = []  # by units, in the order of forward
         self._hooks: list[Any] = []
+        self._engine = engine
+        engine.output_watch = self._look_at_output
         for lane in trained_lanes(engine):
             for position, leaf in enumerate(lane.leaves):
                 if leaf.requires_grad:
@@ -29,18 +37,31 @@ class GradientWatch:
     def _look(self, where: str, gradient: torch.Tensor) -> None:
         self._seen.append((where, torch.isfinite(gradient).all()))
 
+    def _look_at_output(self, unit: Unit, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            recorded = tensor.is_cuda and torch.cuda.is_current_stream_capturing()  # a replay does not come here
+            if tensor.requires_grad and not recorded:  # not masks, which may be infinite
+                self._returned.append((unit.label, torch.isfinite(tensor.detach()).all()))
+
     def end(self) -> None:
         """Look no longer."""
+        self._engine.output_watch = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def bad(self) -> list[str]:
         """Return the parameters whose gradients were not finite, the first in backward first; the host waits once."""
-        if not self._seen:
-            return []
-        flags = torch.stack([flag for _, flag in self._seen]).tolist()
-        return [where for (where, _), finite in zip(self._seen, flags, strict=True) if not finite]
+        return _flagged(self._seen)
+
+    def bad_forward(self) -> str:
+        """Return the first unit that returned what is not finite, or nothing; the host waits once."""
+        return next(iter(_flagged(self._returned)), "")
+
+
+def _flagged(seen: list[tuple[str, torch.Tensor]]) -> list[str]:
+    flags = torch.stack([flag for _, flag in seen]).tolist() if seen else []
+    return [where for (where, _), finite in zip(seen, flags, strict=True) if not finite]
 
 
 def find(engine: Engine, watch: GradientWatch) -> str | None:
@@ -51,19 +72,22 @@ def find(engine: Engine, watch: GradientWatch) -> str | None:
     if not engine.control.any_of([not clean], "sentinel: gradients")[0]:
         return None
     held = [where for lane in lanes for where in _bad_in(lane)]
-    told: list[Any] = engine.control.gather_objects((made, held), "sentinel: which gradients")
-    began = [f"first on rank {rank}: {_first(made)}" for rank, (made, _) in enumerate(told) if made]
+    told: list[Any] = engine.control.gather_objects((made, held, watch.bad_forward()), "sentinel: which gradients")
+    began = [_began(rank, made, forward) for rank, (made, _, forward) in enumerate(told) if made]
     if began:
-        clean_ranks = [rank for rank, (made, _) in enumerate(told) if not made]
+        clean_ranks = [rank for rank, (made, *_) in enumerate(told) if not made]
         rest = f"; those of ranks {clean_ranks} were finite before the reduction" if clean_ranks else ""
         return f"gradients are not finite, {', '.join(began)}{rest}."
-    found = [f"rank {rank} holds {shorten(held)}" for rank, (_, held) in enumerate(told) if held]
+    found = [f"rank {rank} holds {shorten(held)}" for rank, (_, held, _) in enumerate(told) if held]
     return f"gradients are not finite, though all ranks' own were before the reduction: {'; '.join(found)}."
 
 
-def _first(bad: list[str]) -> str:
+def _began(rank: int, bad: list[str], forward: str) -> str:
+    """Say where it began on a rank."""
+    if forward:
+        return f"on rank {rank} from its forward on, where {forward} is the first unit whose result is not"
     distinct = list(dict.fromkeys(bad))  # one for each micro-batch
-    return distinct[0] + (f" and {len(distinct) - 1} after it" if len(distinct) > 1 else "")
+    return f"first on rank {rank}: {distinct[0]}" + (f" and {len(distinct) - 1} after it" if len(distinct) > 1 else "")
 
 
 def trained_lanes(engine: Engine) -> list[Lane]:

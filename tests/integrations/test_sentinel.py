@@ -62,6 +62,8 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
                 hooks.append(register_clip_pre_hook(partial(self.spoil_reduced, model)))
             if fault == "made":
                 dict(model.named_modules())[BAD.removesuffix(".weight")].register_forward_hook(self.spoil_made)
+            if fault == "forward":
+                dict(model.named_modules())[BAD.removesuffix(".weight")].register_forward_hook(self.spoil_forward)
             if fault == "slow":
                 block = dict(model.named_modules())["model.layers.1"]
                 block.register_forward_pre_hook(lambda module, inputs: clock.pass_on(1.0))
@@ -77,6 +79,9 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
         def spoil_made(self, module: Any, inputs: Any, output: Any) -> None:
             if self.due:
                 output.register_hook(lambda gradient: gradient * math.nan)
+
+        def spoil_forward(self, module: Any, inputs: Any, output: Any) -> Any:
+            return output * math.nan if self.due else None
 
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             if fault == "copy" and hears and state.global_step == 2:
@@ -124,6 +129,16 @@ def test_the_first_gradient_that_is_not_finite_is_named_with_unit_and_rank(
         )
         assert told[0].endswith("; those of ranks [0] were finite before the reduction.")
         assert len(told) == 1
+
+
+@pytest.mark.ranks
+def test_a_forward_that_is_not_finite_is_named_by_its_first_unit(ranks: Any, tmp_path: Any) -> None:
+    """All gradients are NaN then, and the head's, which backward makes first, says nothing."""
+    for _, told, _ in ranks(2)(train, str(tmp_path), "forward", every=1, action="raise"):
+        assert told == [
+            "raised ShardSentinelCallback: step 2: gradients are not finite, on rank 1 from its forward on, where "
+            "model.layers.1 is the first unit whose result is not; those of ranks [0] were finite before the reduction."
+        ]
 
 
 @pytest.mark.ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -81,6 +81,7 @@ class Engine:
         self.without_peers = ""  # why there are none
         self.reducer = Reducer(self.collectives)
         self.measuring = Measuring(self.streams, (self.streams, self.control))
+        self.output_watch: Callable[[Unit, list[torch.Tensor]], None] | None = None  # hears of each unit's outputs
         self.units: list[Unit] = []
         self.order = next(_ORDER)  # among the engines of this process; the same on every rank
         name = f" of {type(model).__name__} (model {self.order})"

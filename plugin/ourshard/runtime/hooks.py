@@ -246,6 +246,8 @@ class UnitHooks:
             return
         has_backward = False
         tensors = tensors_in(outputs)
+        if unit.engine.output_watch is not None:
+            unit.engine.output_watch(unit, tensors)
         if unit.sharded:
             unit.hold_if_given_away(tensors)
         if torch.is_grad_enabled() and not unit.running:
