@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -17,8 +18,9 @@ from ourshard.doctor import speed, training
 from ourshard.doctor.cli import app
 from ourshard.doctor.examination import Report, _alike, _merged
 from ourshard.doctor.finding import Finding, Verdict, run
-from ourshard.doctor.machine import memory_limit
+from ourshard.doctor.machine import look_at_limits, memory_limit
 from ourshard.doctor.ranks import measure_clocks, measure_collectives
+from ourshard.doctor.versions import look_at_versions
 from ourshard.planning import starts
 from ourshard.runtime.mesh import default_device
 from typer.testing import CliRunner
@@ -133,6 +135,37 @@ def test_the_disk_is_measured_through_the_cache_where_the_file_system_refuses_o_
     assert finding.values["direct"] is False
     assert "refuses O_DIRECT" in finding.text
     assert finding.values["write_bytes_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("needs", "fix"),
+    [
+        ("transformers<5", "pip install -U trl: ourshard works with transformers>="),
+        ("transformers>=99", "pip install 'transformers>=99', or another trl"),
+    ],
+)
+def test_the_fix_of_a_bad_combination_is_not_one_that_ourshard_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, needs: str, fix: str
+) -> None:
+    (tmp_path / "trl-1.0.0.dist-info").mkdir()
+    head = f"Metadata-Version: 2.1\nName: trl\nVersion: 1.0.0\nRequires-Dist: {needs}\n"
+    (tmp_path / "trl-1.0.0.dist-info" / "METADATA").write_text(head)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = next(each for each in look_at_versions() if each.text.startswith("trl 1.0.0 needs"))
+    assert found.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("hard", "fix"),
+    [(128, "Raise the hard limit, 128 "), (4096, "ulimit -n 4096;"), (resource.RLIM_INFINITY, "ulimit -n 65536;")],
+)
+def test_too_few_open_files_have_a_fix_that_the_hard_limit_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hard: int, fix: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (128, hard))
+    files = next(each for each in look_at_limits(tmp_path, 1) if each.name == "open files")
+    assert (files.verdict, files.text) == (Verdict.NOTE, "ulimit -n is 128")
+    assert files.fix.startswith(fix)
 
 
 def test_the_tightest_limit_of_nested_containers_counts(tmp_path: Path) -> None:

@@ -15,6 +15,11 @@ from ourshard.runtime.host_room import free_memory, memory_limit
 
 _GIB, _MIB = 2**30, 2**20
 _PINNED = 64 * _MIB  # pinned by way of trial
+_FEW_FILES, _FILES = 1024, 65536
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.1f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:.0f} MiB"
 
 
 def look_at_gpus(device: torch.device) -> list[Finding]:
@@ -79,10 +84,13 @@ def _shared_memory(local_ranks: int) -> Iterator[Finding]:
     if not place.is_dir():
         return
     usage = shutil.disk_usage(place)
-    text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free in /dev/shm"
+    text = f"{_size(usage.free)} of {_size(usage.total)} free in /dev/shm"
     values = {"free_bytes": usage.free, "total_bytes": usage.total}
     if usage.free < local_ranks * 64 * _MIB:  # 64 MiB is what docker gives a container
-        fix = "docker run --shm-size=16g (or --ipc=host); NCCL and the workers of data loaders put buffers there."
+        fix = (
+            "docker run --shm-size=16g (or --ipc=host), outside of containers mount -o remount,size=16G /dev/shm; NCCL "
+            "and the workers of data loaders put buffers there."
+        )
         yield Finding("shared memory", text, Verdict.PROBLEM, fix, values)
     else:
         yield Finding("shared memory", text, values=values)
@@ -91,18 +99,23 @@ def _shared_memory(local_ranks: int) -> Iterator[Finding]:
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     values = {"soft": soft, "hard": hard}
-    if soft != resource.RLIM_INFINITY and soft < 1024:
-        fix = (
-            f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; ranks, data loaders and checkpoints open many files."
-        )
-        yield Finding("open files", f"ulimit -n is {soft}", Verdict.NOTE, fix, values)
+    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
+        yield Finding("open files", f"ulimit -n is {soft}", Verdict.NOTE, _more_files(hard), values)
     else:
         yield Finding("open files", f"ulimit -n is {soft}", values=values)
 
 
+def _more_files(hard: int) -> str:
+    why = "ranks, data loaders and checkpoints open many files."
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if most < _FEW_FILES:
+        return f"Raise the hard limit, {hard} (docker run --ulimit nofile={_FILES}, or limits.conf as root): {why}"
+    return f"ulimit -n {most}; {why}"
+
+
 def _free_space(folder: Path) -> Finding:
     usage = shutil.disk_usage(folder)
-    text = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free in {folder}"
+    text = f"{_size(usage.free)} of {_size(usage.total)} free in {folder}"
     values = {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
     if usage.free < _GIB:
         fix = "Make room, or name another folder with --folder; `ourshard plan` says how large a checkpoint is."

@@ -59,8 +59,16 @@ def _disagreeing() -> Iterator[Finding]:
             have = _version(need.name)
             if have is not None and not need.specifier.contains(have, prereleases=True):
                 line = f"{name} {version} needs {need.name}{need.specifier}, but {have} is installed"
-                fix = f"pip install '{need.name}{need.specifier}', or another {name}"
-                yield Finding("versions", line, Verdict.PROBLEM, fix)
+                yield Finding("versions", line, Verdict.PROBLEM, _fix(name, need))
+
+
+def _fix(name: str, need: Requirement) -> str:
+    """Say what to install; what `name` needs may be older than ourshard works with, and then `name` is too old."""
+    least = _LEAST.get(need.name)
+    bounded = any(each.operator in ("<", "<=", "==", "~=") for each in need.specifier)
+    if least is not None and bounded and not need.specifier.contains(least, prereleases=True):
+        return f"pip install -U {name}: ourshard works with {need.name}>={least}"
+    return f"pip install '{need.name}{need.specifier}', or another {name}"
 
 
 def _accelerate_seams() -> Iterator[Finding]:
