@@ -15,6 +15,8 @@ from rich.text import Text
 
 from .source import BUFFER, PARAM, Source, TensorInfo
 
+_ALSO = ("scheduler", "scaler", "extra_state", "client_state")
+
 
 @dataclass(frozen=True, slots=True)
 class KindSummary:
@@ -85,7 +87,7 @@ def inspect(source: Source) -> Inspection:
         ties=dict(description.ties),
         frozen=tuple(sorted(description.frozen)),
         own_dtypes=dict(Counter(_dtype(dtype) for dtype in description.own_dtypes.values())),
-        also=tuple(name for name in ("scheduler", "scaler", "client_state") if getattr(description, name)),
+        also=tuple(name for name in _ALSO if getattr(description, name)),
         carried_files=tuple(description.files),
         versions=dict(description.versions),
         losses=(*description.losses, *description.beside),

@@ -38,7 +38,10 @@ PLAIN = ""  # the group of files that hold no tensors
 
 _SEAL = re.compile(rb'\{"digest": "([0-9a-f]{32})", "body": ')
 _LARGEST_WORLD = 1 << 20  # nobody has more; lists of as many ranks are made
-_CARRIED = ("versions", "ties", "param_groups", "param_state", "scheduler", "scaler", "client_state", "adapter_config")
+_CARRIED = (
+    "versions", "ties", "param_groups", "param_state", "extra_state", "scheduler", "scaler", "client_state",
+    "adapter_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ def load(data: bytes, path: Path) -> Manifest:
 
 
 def _load_body(body: Mapping[str, Any]) -> Manifest:
-    found = {name: plain.decode(body[name]) for name in _CARRIED}
+    found = {name: plain.decode(body[name]) for name in _CARRIED if name in body or name != "extra_state"}
     _check_kinds(body, found)
     description = Description(
         world_size=body["world_size"],
@@ -245,8 +248,8 @@ def _check_kinds(body: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
     world, ranks = body["world_size"] or 0, body["ranks"]
     if world > _LARGEST_WORLD or len(set(ranks)) < len(ranks) or any(rank >= world for rank in ranks):
         raise CheckpointError(f"ranks have to be numbers of a world of at most {_LARGEST_WORLD}, each once")
-    for name in ("versions", "ties", "param_state", "client_state"):
-        if not isinstance(carried[name], dict):
+    for name in ("versions", "ties", "param_state", "extra_state", "client_state"):
+        if not isinstance(carried.get(name, {}), dict):
             raise CheckpointError(f"{name} has to be a table")
     if not all(isinstance(group, dict) and isinstance(group["params"], list) for group in carried["param_groups"]):
         raise CheckpointError("param_groups has to be a list of tables with a list 'params' each")

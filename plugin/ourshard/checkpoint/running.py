@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from ourshard.config import WhenBusy
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.optim import bring_up_to_date, has_owners
+from ourshard.runtime.state import extra_states, with_extra_state
 from ourshard.runtime.wrap import canonical
 
 from . import commit, stepping
@@ -201,6 +202,12 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
+def _model(engine: Engine) -> nn.Module:
+    model = engine.model()
+    assert model is not None
+    return model
+
+
 def _optimizers(given: Any) -> list[Optimizer]:
     """Return torch's optimizers, out of accelerate's wrappers, with their groups as the model now is."""
     found: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer) for optimizer in _several(given)]
@@ -257,6 +264,7 @@ def _describe(
         step=max(steps, default=None),
         param_groups=tuple(g for optimizer in concerned for g in stepping.describe_groups(optimizer, portions)),
         ties={alias: held.name for held in tied for alias in held.aliases},
+        extra_state=extra_states(_model(engine)),
         frozen=frozenset(portion.name for portion in portions if not portion.trained),
         own_dtypes={p.name: p.own_dtype for p in portions if p.own_dtype != p.values.dtype},
         versions={name: version(name) for name in ("ourshard", "torch")},
@@ -303,7 +311,7 @@ def load(
             if source.description.is_adapter_alone:  # the base stays as the script has loaded it
                 portions = [each for each in portions if each.trained or each.name in saved.names]
                 buffers = [each for each in buffers if _buffer_key(source, each) is not None]
-            _refuse_misfits(source, portions, buffers, concerned, saved)
+            _refuse_misfits(source, portions, buffers, concerned, saved, extra=with_extra_state(_model(engine)))
             if joined is not None:
                 _refuse_elsewhere(source, portions, buffers, saved)
             world = engine.mesh.world
@@ -312,6 +320,7 @@ def load(
             if weights:
                 engine.land_masters()
                 _load_weights(source, portions, buffers, saved.names)
+                _load_extra_states(engine, source)
             if concerned:
                 stepping.split_uneven(engine, concerned, portions, saved)
                 stepping.restore(concerned, portions_of(engine), saved)
@@ -361,13 +370,16 @@ def _refuse_misfits(
     buffers: Sequence[Buffer],
     optimizers: Sequence[Optimizer],
     saved: SavedState,
+    *,
+    extra: Collection[str],
 ) -> None:
     names = saved.names
     keys = {p.name: TensorKey(PARAM, names[p.name]) if p.name in names else None for p in portions}
     keys |= {buffer.name: _buffer_key(source, buffer) for buffer in buffers}
     shapes = {p.name: p.shape for p in portions} | {b.name: tuple(b.tensor.shape) for b in buffers}
     taken = set(keys.values())
-    unexpected = [key.name for key in source.tensors if key.kind in (PARAM, BUFFER) and key not in taken]
+    others = [key.name for key in source.tensors if key.kind in (PARAM, BUFFER) and key not in taken]
+    unexpected = [name for name in (*others, *source.description.extra_state) if name not in extra]
     wrong = [
         f"{name} {source.tensors[key].shape}, here {shapes[name]}"
         for name, key in keys.items()
@@ -418,6 +430,21 @@ def _refuse_damage(source: Source, share: slice) -> None:
         source.refuse_damage(share)
     except CheckpointError as error:
         raise CheckpointError(f"nothing was loaded: {error}") from error
+
+
+def _load_extra_states(engine: Engine, source: Source) -> None:
+    """Give modules their extra state, which formats of others may hold as a tensor; say which have none there."""
+    lost = []
+    for name, module in with_extra_state(_model(engine)).items():
+        key = next((key for key in (TensorKey(PARAM, name), TensorKey(BUFFER, name)) if key in source.tensors), None)
+        if name in source.description.extra_state:
+            module.set_extra_state(source.description.extra_state[name])
+        elif key is not None:
+            module.set_extra_state(source.read(key))
+        else:
+            lost.append(name)
+    if lost and engine.mesh.world.rank == 0:
+        logger.warning("load: %s is not in %s and stays as it is here", shorten(lost, 4), source.path)
 
 
 def _load_weights(

@@ -61,7 +61,8 @@ class Sink(ABC):
     def losses(cls, source: Source) -> tuple[str, ...]:
         """Return one sentence for each thing of the source that this format has no place for."""
         kinds = Counter(key.kind for key in source.tensors if not cls.can_hold(key.kind))
-        return tuple(f"{count} tensors of kind {kind!r}" for kind, count in sorted(kinds.items()))
+        extra = ("the extra state of modules",) if source.description.extra_state else ()
+        return (*(f"{count} tensors of kind {kind!r}" for kind, count in sorted(kinds.items())), *extra)
 
     @abstractmethod
     def write(self, source: Source, workspace: Workspace) -> None:

@@ -127,6 +127,7 @@ class Description:
     step: int | None = None  # optimizer steps taken
     param_groups: tuple[Mapping[str, Any], ...] = ()  # options of each group by name; "params" lists parameter names
     param_state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # parameter -> state that is no tensor
+    extra_state: Mapping[str, Any] = field(default_factory=dict)  # what modules gave as `get_extra_state`, by name
     ties: Mapping[str, str] = field(default_factory=dict)  # alias -> owner
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
     own_dtypes: Mapping[str, torch.dtype] = field(

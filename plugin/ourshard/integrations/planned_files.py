@@ -20,6 +20,7 @@ from ourshard.checkpoint.agreeing import together
 from ourshard.checkpoint.whole import WholeFile, write_by_rows, write_from_here
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.part import engines_in, is_here, outline, present_state
+from ourshard.runtime.state import with_extra_state
 
 Outlines = Mapping[str, torch.Tensor]
 
@@ -71,10 +72,12 @@ def write(
 ) -> bool:
     """Let the rank that `writes` plan, and write the files; False where whole values are needed, or a shared folder.
 
-    Collective, unless the model `is_here`. `dtype` as in `part_state`.
+    Collective, unless the model `is_here`. `dtype` as in `part_state`. Raises ValueError for an extra state that
+    safetensors can't hold.
     """
+    refuse_objects(model)
     engine = root_engine(model)
-    if engine is None:
+    if engine is None or with_extra_state(model):
         return False
     outlines = outline(model, dtype) if writes else {}
     if is_here(model, dtype):
@@ -90,6 +93,18 @@ def write(
     told: list[Any] = engine.control.gather_objects(plan, f"{label}: which files")
     found: Planned | None = next((each for each in told if each is not None), None)
     return found is not None and write_by_rows(engine, found.folder, found.files, dtype)
+
+
+def refuse_objects(model: nn.Module) -> None:
+    """Raise ValueError, on each rank that calls, for an extra state that no file of weights can hold."""
+    objects = [
+        name for name, module in with_extra_state(model).items() if not torch.is_tensor(module.get_extra_state())
+    ]
+    if objects:
+        raise ValueError(
+            f"{objects[0]} is no tensor, and files of weights hold nothing else: let `get_extra_state` of that module "
+            "return a tensor, or `torch.save` what `accelerator.get_state_dict` returns. `save_state` by rows keeps it."
+        )
 
 
 def plan_pretrained(save: Callable[..., Any], model: Any, arguments: dict[str, Any]) -> Callable[[Outlines], Any]:

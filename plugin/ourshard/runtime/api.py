@@ -102,12 +102,12 @@ def gathered(
         yield target
 
 
-def full_state_dict(model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
     """Return the whole state of a sharded model on the CPU; see `state.full_state_dict`. Collective."""
     return _state.full_state_dict(_engine(model), **options)
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load whole tensors by name into a sharded model; see `state.load_full_state_dict`."""
     _state.load_full_state_dict(_engine(model), state, strict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.placement import At
-from ourshard.runtime.state import persistent, save_dtype
+from ourshard.runtime.state import extra_states, persistent, save_dtype
 
 
 class _Home(NamedTuple):
@@ -42,8 +42,10 @@ def part_state(
     names: Collection[str] | None = None,
     dtype: torch.dtype | None = None,
     keep: bool = True,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Return whole parameters and persistent buffers of `module` on the CPU, by its own names, in its order.
+
+    After them come the extra states of modules.
 
     Collective over the ranks, unless `is_here`; `label` says to the others what this rank does. Without `keep` a rank
     takes part and gets an empty dict. `names` limits what is gathered. Values come from the masters, in the dtype that
@@ -68,10 +70,11 @@ def part_state(
             whole[_Home(lane, position)] = found.detach().to("cpu", dtype=save_dtype(own, dtype), copy=True)
     if not keep:
         return {}
-    return {
+    tensors = {
         name: whole[homes[id(v)]] if id(v) in homes else v.detach().to("cpu", _dtype_of(v, homes, dtype), copy=True)
         for name, v in entries
     }
+    return tensors | {name: value for name, value in extra_states(module).items() if names is None or name in names}
 
 
 def outline(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

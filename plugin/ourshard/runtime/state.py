@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from ourshard.runtime.lane import Lane
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
 from ourshard.runtime.writing import write_whole
+
+_EXTRA_STATE = "_extra_state"  # as torch names it
 
 
 @contextmanager
@@ -112,7 +115,7 @@ def full_state_dict(
             found[name] = tensor
     if not keep:
         return {}
-    order: dict[str, torch.Tensor] = {}
+    order: dict[str, Any] = {}
     for name, value in persistent(model):
         if name in found:
             order[name] = found[name]
@@ -121,6 +124,8 @@ def full_state_dict(
         elif isinstance(value, nn.Parameter) and not isinstance(value, ShardParameter) and not trainable_only:
             # A parameter that ourshard was told to ignore.
             order[name] = value.detach().to("cpu", save_dtype(value.dtype, dtype), copy=True)
+    if not trainable_only:
+        order.update(extra_states(model))
     return order
 
 
@@ -132,6 +137,21 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for attribute, value in entries.items():
             if value is not None:
                 yield canonical(f"{prefix}.{attribute}" if prefix else attribute), value
+
+
+def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have an extra state of their own, by its name in a state dict."""
+    return {
+        canonical(f"{prefix}.{_EXTRA_STATE}" if prefix else _EXTRA_STATE): module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Return the extra states by name; tensors on the CPU, with memory of their own."""
+    states = {name: module.get_extra_state() for name, module in with_extra_state(model).items()}
+    return {name: s.detach().to("cpu", copy=True) if torch.is_tensor(s) else s for name, s in states.items()}
 
 
 @torch.no_grad()
@@ -164,7 +184,7 @@ def save_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 @torch.no_grad()
-def load_full_state_dict(engine: Engine, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+def load_full_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load whole tensors by name; every rank gives the same `state`, and keeps its rows. No communication.
 
     Checks names and shapes before it changes anything. Raises `ValueError` listing what is missing, unexpected
@@ -180,21 +200,24 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, torch.Tensor], stri
         for name in (p.name, *p.aliases)
     }
     buffers = {n: v for n, v in persistent(model) if not isinstance(v, nn.Parameter)}
-    _check_state(engine, names, buffers, state, strict)
+    extra = with_extra_state(model)
+    _check_state(engine, names, {*buffers, *extra}, state, strict)
     for name, value in state.items():
         if name in names:
             lane, position = names[name]
             write_whole(lane, position, value)
         elif name in buffers:
             buffers[name].copy_(value)
+        elif name in extra:
+            extra[name].set_extra_state(value)
     engine.masters_changed()
 
 
 def _check_state(
     engine: Engine,
     names: dict[str, tuple[Lane, int]],
-    buffers: dict[str, torch.Tensor],
-    state: Mapping[str, torch.Tensor],
+    others: Collection[str],
+    state: Mapping[str, Any],
     strict: bool,
 ) -> None:
     wrong = [
@@ -204,8 +227,8 @@ def _check_state(
     ]
     owners = {id_: [n for n in names if names[n] == id_] for id_ in set(names.values())}
     missing = [group[0] for group in owners.values() if not any(name in state for name in group)]
-    missing += [name for name in buffers if name not in state]
-    unexpected = [name for name in state if name not in names and name not in buffers]
+    missing += [name for name in others if name not in state]
+    unexpected = [name for name in state if name not in names and name not in others]
     if wrong or (strict and (missing or unexpected)):
         parts = [("of another shape", wrong), ("missing", missing), ("unexpected", unexpected)]
         text = "; ".join(
