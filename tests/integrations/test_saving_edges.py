@@ -61,6 +61,32 @@ def test_the_last_good_one_stays_until_the_new_one_is_complete(
         assert again == losses
 
 
+def whole_on_a_full_disk(root: str) -> list[str]:
+    """Save whole while rank 0's disk is full for the model, then for the optimizer; then with room."""
+    from accelerate import checkpointing
+
+    accelerator, *parts = prepared({"stage": 3, **FULL})
+    steps(accelerator, *parts, range(1))
+    told = []
+    for place in (checkpointing, accelerator):  # one's `save` writes the model, the other's the optimizer
+        save = place.save
+        if accelerator.is_main_process:
+            place.save = full_disk
+        with pytest.raises((OSError, ValueError), match="No space left") as error:
+            accelerator.save_state(root)
+        place.save = save
+        told.append(str(error.value))
+    accelerator.save_state(root)
+    accelerator.load_state(root)
+    return told
+
+
+def test_a_whole_save_that_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None:
+    """Once the others went on alone, and all ranks were told that they were in different places."""
+    for told in ranks(2)(whole_on_a_full_disk, str(tmp_path), timeout=60):
+        assert len(told) == 2
+
+
 def torn(folder: str) -> tuple[str, bool]:
     """Save over a save, and stop after accelerate's own files; load."""
     from ourshard.checkpoint import running

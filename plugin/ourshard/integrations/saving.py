@@ -108,6 +108,8 @@ class SavingMixin(_Base):
     ) -> None:
         """Write the whole model as accelerate does; call it on all ranks. Each writes its own rows where it can."""
         engine = models.engine_of(model)
+        if engine is not None:
+            planned_files.refuse_objects(model)
         safe = kwargs.get("safe_serialization", args[1] if len(args) > 1 else True)
         if engine is not None and safe and not self.project_configuration.save_on_each_node:
 
@@ -148,35 +150,43 @@ class SavingMixin(_Base):
         engines = self._engines()
         if engines and engines[0].config.checkpoint.format is not CheckpointFormat.FULL:
             return self._save_sharded(output_dir, *args, **kwargs)
-        limit = retention.limit_of(self.project_configuration, engines[0].config.checkpoint) if engines else None
-        with self._without_optimizers() as optimizers, self._gathering_for_files(), self._keeping(engines):
+        if not engines:
+            return super().save_state(output_dir, *args, **kwargs)
+        limit = retention.limit_of(self.project_configuration, engines[0].config.checkpoint)
+        writing = together(engines[0], "save_state: whole models")
+        with self._keeping(), writing, self._gathering_for_files(), self._without_optimizers() as optimizers:
             location = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(optimizers):
             whole = optimizer_state.gather(optimizer.optimizer, engines, keep=self._writes_files)
-            self.save(whole, _optimizer_file(location, number))
-        if self._writes_files:  # what `load_state` would take first
-            for number in range(len(self._models)):
-                commit.abandon(sharded_folder(Path(location), number))
-            retention.clear(Path(location), limit)
+            with together(engines[0], f"save_state: optimizer {number}"):
+                self.save(whole, _optimizer_file(location, number))
+        with together(engines[0], "save_state: clearing up"):
+            if self._writes_files:  # what `load_state` would take first
+                for number in range(len(self._models)):
+                    commit.abandon(sharded_folder(Path(location), number))
+                retention.clear(Path(location), limit)
         return location
 
-    def _keeping(self, engines: list[api.Engine]) -> AbstractContextManager[None]:
-        """Return what keeps old checkpoints until the new one is complete."""
-        return retention.without_limit(self.project_configuration) if engines else nullcontext()
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Keep old checkpoints until the new one is complete, and the number of one that fails: it may be there."""
+        project = self.project_configuration
+        iteration = project.iteration
+        try:
+            with retention.without_limit(project):
+                yield
+        except Exception:
+            project.iteration = iteration + 1  # accelerate wants no folder of the next number
+            raise
 
     def _save_sharded(self, output_dir: str | None, *args: Any, **kwargs: Any) -> Any:
         engines = self._engines()
         if running.skips(engines[0]):
             return output_dir
         limit = retention.limit_of(self.project_configuration, engines[0].config.checkpoint)
-        keeping, project = self._keeping(engines), self.project_configuration
-        iteration = project.iteration
-        try:
-            with together(engines[0], "save_state"), self._without_optimizers() as optimizers, keeping:
-                location = self._save_rest(output_dir, *args, **kwargs)
-        except Exception:
-            project.iteration = iteration + 1  # the folder of this number may be there, and accelerate wants none
-            raise
+        project = self.project_configuration
+        with self._keeping(), together(engines[0], "save_state"), self._without_optimizers() as optimizers:
+            location = self._save_rest(output_dir, *args, **kwargs)
         with together(engines[0], "save_state: hashes"):
             beside = hashes_of(Path(location), READ_AT_LOAD) if self._writes_files else {}
         numbers = [n for n in reversed(range(len(self._models))) if models.engine_of(self._models[n]) is not None]
