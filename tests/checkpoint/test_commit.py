@@ -53,7 +53,7 @@ def newest_step(root: Path) -> int:
     return step
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", [save_next, save_over])
 @pytest.mark.parametrize("power", ["kept", "lost"])
 def test_a_kill_at_every_write_flush_and_rename_leaves_the_newest_whole(

@@ -157,14 +157,13 @@ def test_pieces_that_form_no_grid_are_joined_too(tmp_path: Path) -> None:
         assert torch.equal(joined.read(start, 6), tensor[start:])
 
 
-def test_forty_thousand_pieces_are_checked_at_once_and_as_many_in_disorder_are_refused() -> None:
-    """Comparing each with each would take hours."""
-
-    places = [(row, column) for row in range(200) for column in range(200)]
-    ChunkedTensor((200, 200), torch.float32, [Chunk(place, (1, 1), lambda: torch.ones(1, 1)) for place in places], "t")
-    row = [Chunk((0, column), (1 + column % 2, 1), lambda: torch.ones(1, 1)) for column in range(40_000)]
+def test_ten_thousand_pieces_are_checked_at_once_and_as_many_in_disorder_are_refused() -> None:
+    """Comparing each with each would take minutes."""
+    places = [(row, column) for row in range(100) for column in range(100)]
+    ChunkedTensor((100, 100), torch.float32, [Chunk(place, (1, 1), lambda: torch.ones(1, 1)) for place in places], "t")
+    row = [Chunk((0, column), (1 + column % 2, 1), lambda: torch.ones(1, 1)) for column in range(10_000)]
     with pytest.raises(CheckpointError, match="form no grid"):
-        ChunkedTensor((2, 40_000), torch.float32, row, "t")
+        ChunkedTensor((2, 10_000), torch.float32, row, "t")
 
 
 def test_a_contiguous_tensor_is_told_from_others() -> None:

@@ -73,9 +73,18 @@ def normal(group: Any) -> str:
     return json.dumps({key: group[key] for key in sorted(group)}, default=str)
 
 
+def pairs() -> list[Any]:
+    """Return each fixture with each format. Every third is quick: all fixtures and all formats are among those."""
+    formats = sorted(writer_names())
+    return [
+        pytest.param(name, to, marks=[pytest.mark.slow] if (row + column) % 3 else [], id=f"{name}-{to}")
+        for row, name in enumerate(NAMES)
+        for column, to in enumerate(formats)
+    ]
+
+
 @needs_fixtures
-@pytest.mark.parametrize("to", sorted(writer_names()))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "to"), pairs())
 def test_there_and_back(tmp_path: Path, name: str, to: str) -> None:
     folder = folder_of(name)
     with detect(folder) as original:
