@@ -1,0 +1,5 @@
+from ourshard.trainer_callbacks.checkpoint import ShardCheckpointCallback as ShardCheckpointCallback
+from ourshard.trainer_callbacks.ema import ShardEMACallback as ShardEMACallback
+from ourshard.trainer_callbacks.monitor import ShardMonitorCallback as ShardMonitorCallback
+from ourshard.trainer_callbacks.profiler import ShardProfilerCallback as ShardProfilerCallback
+from ourshard.trainer_callbacks.sentinel import ShardSentinelCallback as ShardSentinelCallback
