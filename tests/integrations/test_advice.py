@@ -157,6 +157,7 @@ def test_beside_a_gpu_what_leaves_it_is_weighed_last_and_what_is_on_the_host_com
     assert "activation_checkpointing: true" in explain(model, stage3, mesh, missing=10, **on_gpu)
     assert "would fit: offload.optimizer: cpu saves" in explain(model, recomputed, mesh, missing=10, **on_gpu)
     assert "offload" not in explain(model, recomputed, mesh, missing=10, allocated=size)
+    assert "may fit: offload.activations: cpu" in explain(model, recomputed, mesh, missing=size // 2, **on_gpu)
 
     there = stage3.replace(offload={"optimizer": "cpu"}, activation_checkpointing=True)
     assert "offload.optimizer: cpu" not in explain(model, there, mesh, missing=10, **on_gpu)  # it is

@@ -247,7 +247,8 @@ def test_attention_counts_as_two_products_forward_and_five_backward() -> None:
 
 def exact(**changes: Any) -> Hardware:
     """Hardware that reaches all of its rates, and a host that takes no time."""
-    one = dict.fromkeys(("matmul_reach", "attention_reach", "memory_reach", "nccl_reach", "peer_reach"), (1.0, 1.0))
+    rates = ("matmul", "attention", "memory", "nccl", "peer", "host_link")
+    one = dict.fromkeys((f"{rate}_reach" for rate in rates), (1.0, 1.0))
     instant = dict.fromkeys(("forward_call", "backward_call", "unit_call"), (0.0, 0.0))
     return hardware_of("h100", 8).replace(**one, **instant, nccl_drag=0.0, **changes)
 

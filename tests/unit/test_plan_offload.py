@@ -10,12 +10,15 @@ from ourshard.planning.formulas import OPTIMIZERS, Reach
 from ourshard.planning.hardware import hardware_of
 from ourshard.planning.memory import Memory, memory_of
 from ourshard.planning.moves import Does, MeshSizes
-from ourshard.planning.plan import candidates, describe
+from ourshard.planning.plan import candidates, describe, offloaded
+from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.report import as_dict, as_table
 from ourshard.planning.simulate import simulate
+from ourshard.planning.trace import Trace
 from ourshard.runtime.disk import BLOCK
+from ourshard.runtime.inputs import LEAST_NBYTES
 
-from tests.unit.test_plan import HALF, PARAMETERS, planner, rehearse
+from tests.unit.test_plan import BLOCKS, HALF, PARAMETERS, WIDTH, exact, fake_run, planner, rehearse
 
 CPU = {"optimizer": "cpu"}
 BOTH = {"optimizer": "cpu", "params": "cpu"}
@@ -159,3 +162,52 @@ def test_an_overlapped_step_costs_what_the_next_forward_does_not_hide() -> None:
     assert after.step == 0.0
     assert after.total > step
     assert after.starved >= step * 0.8  # compute waits for the host, which waits for the step
+
+
+# ---- inputs of recomputed units --------------------------------------------------------------------------------
+
+
+def offloaded_run(samples: int = LEAST_NBYTES // (4 * WIDTH)) -> Trace:
+    return fake_run(samples, activation_checkpointing=True, offload_inputs=True)
+
+
+def test_inputs_on_the_host_are_on_the_device_while_they_travel() -> None:
+    run, plain = offloaded_run(), fake_run(LEAST_NBYTES // (4 * WIDTH), activation_checkpointing=True)
+    moved = BLOCKS - 1  # the first unit's is the batch, which the loop holds
+    assert run.on_host == moved * LEAST_NBYTES
+    last = [next(v.alive for v in each.visits if v.unit == moved) for each in (plain, run)]
+    assert last == [BLOCKS * LEAST_NBYTES, 2 * LEAST_NBYTES]  # inputs and output of the last unit; these alone
+    ways = [[v.copied // LEAST_NBYTES for v in run.visits if v.backward is way] for way in (False, True)]
+    assert [sum(way) for way in ways] == [moved, moved - 1]  # the last one stays until backward asks for it
+    assert run.flops == plain.flops
+    assert run.peak < plain.peak
+
+
+def test_inputs_below_the_least_stay() -> None:
+    run = offloaded_run(samples=64)
+    assert (run.on_host, sum(visit.copied for visit in run.visits)) == (0, 0)
+    assert run == fake_run(64, activation_checkpointing=True)
+
+
+def test_inputs_on_the_host_take_memory_there_and_the_time_of_their_copies() -> None:
+    config, mesh = ShardConfig(activation_checkpointing=True).replace(offload={"activations": "cpu"}), MeshSizes(WORLD)
+    run, sgd = offloaded_run(), OPTIMIZERS["sgd"]
+    rehearsal = Rehearsal(rehearse(config, mesh)[0].planned, config, mesh, run.visits)
+    moves = rehearsal.settled()
+    memory = memory_of(rehearsal.planned, moves, sgd, workspace=0, offloaded=run.on_host)
+    assert memory.host == memory.pinned == run.on_host
+    hardware = exact(flops=1e30, memory_rate=1e30, link_rate=1e30, host_link_rate=1e6)
+    slow = simulate(moves, mesh, hardware, sgd)
+    assert slow.total == pytest.approx((2 * BLOCKS - 3) * LEAST_NBYTES / 1e6, rel=0.01)
+    assert slow.exposed == pytest.approx(slow.total, rel=0.01)
+    hidden = simulate(moves, mesh, hardware.replace(host_link_rate=1e30), sgd)
+    assert hidden.total < 0.01 * slow.total
+
+
+def test_inputs_on_the_host_are_tried_where_nothing_fits_and_named() -> None:
+    configs = list(offloaded(ShardConfig(), hardware_of("h100", 8)))
+    tried = {(c.offload.activations.value, c.offload.optimizer.value, c.offload.params.value) for c in configs}
+    none, cpu = "none", "cpu"
+    assert tried == {(cpu, none, none), (none, cpu, none), (none, cpu, cpu), (cpu, cpu, cpu)}
+    assert all(c.activation_checkpointing for c in configs if c.offload.activations.value == cpu)
+    assert describe(configs[0]).endswith("recomputed, inputs on cpu")

@@ -148,6 +148,12 @@ def _cheapest(
     if text is None and on_gpu:
         moved = offloads(model, config, mesh)
         text, found = _first_enough(moved, missing), [*found, *moved]
+    inputs = variant(config, offload={"activations": "cpu"}) if config.offload.activations is Tier.NONE else None
+    if text is None and inputs is not None and on_gpu and activations > missing:  # recomputed, or there is none
+        text = (
+            "What may fit: offload.activations: cpu (inputs of recomputed units wait on the host, and take as much of "
+            "it as they do here)."
+        )
     return text or _last_resort(found)
 
 
@@ -170,8 +176,10 @@ def explain_host(model: nn.Module, config: ShardConfig, mesh: MeshSizes, *, miss
         found = list(_back_on_the_gpu(model, config, mesh, memory))
         lines.append(_first_enough(found, missing) or _last_resort(found))
         lines.append("A local disk can hold the optimizer: offload.optimizer: nvme, with offload.nvme_path.")
-    else:
+    elif config.offload.activations is Tier.NONE:
         lines.append("Look at the data, its workers, and how the model is loaded.")
+    if config.offload.activations is not Tier.NONE:
+        lines.append("Inputs of recomputed units are there too: offload.activations: none, or a smaller batch.")
     return "\n".join(lines)
 
 

@@ -99,6 +99,11 @@ def copy_seconds(nbytes: int, hardware: Hardware, reach: Reach) -> float:
     return nbytes / (hardware.memory_rate * reach.of(hardware.memory_reach))
 
 
+def host_copy_seconds(nbytes: int, hardware: Hardware, reach: Reach) -> float:
+    """Return the time of copies of `nbytes` between a GPU and pinned memory of its host, one after the other."""
+    return nbytes / (hardware.host_link_rate * reach.of(hardware.host_link_reach))
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """What an optimizer keeps and moves for each element that it steps, as multiples of the master's size."""

@@ -53,12 +53,14 @@ class Hardware:
     # the measured steps are -4% to +12% off: two ranks with 0.6e9 elements each, with and without the next forward
     # beside (run 14), one with 1.2e9 beside its forward, one with 5.6e9 and nothing beside (run 15).
     host_rate: float = 76.0 * GB
+    host_link_rate: float = 32.0 * GB  # between a GPU and its host, in one direction
     # What was reached of the rates above, worst and best: Note [Reached].
     matmul_reach: Span = (0.68, 0.78)
     attention_reach: Span = (0.29, 0.42)  # of the rate of matrix products
     memory_reach: Span = (0.54, 0.66)
     nccl_reach: Span = (0.45, 0.75)
     peer_reach: Span = (0.72, 0.80)
+    host_link_reach: Span = (0.60, 0.86)  # assumed: PCIe's headers alone take 0.1
     forward_call: Span = (40e-6, 22e-6)  # seconds of the host to start one kernel from a module's forward
     backward_call: Span = (31e-6, 23e-6)  # and from autograd
     unit_call: Span = (190e-6, 10e-6)  # and of the runtime, to gather, use or reduce a unit
@@ -103,16 +105,17 @@ class _Sheet:
     memory_tb: float  # TB/s of device memory
     link_gb: float  # GB/s to the GPUs of the node: NVLink, or PCIe where there is none
     network_gb: float  # GB/s of the network card beside the GPU, as in the vendor's own machine
+    host_gb: float  # GB/s to the host: 16 lanes of PCIe 5 or 4
 
 
 _SHEETS: Mapping[str, _Sheet] = {
-    "b200": _Sheet(192, 2250, 8.0, 900, 50),
-    "h200": _Sheet(150, 989, 4.8, 450, 50),
-    "h100": _Sheet(85, 989, 3.35, 450, 50),
-    "a100": _Sheet(85, 312, 2.039, 300, 25),
-    "a100-40": _Sheet(42, 312, 1.555, 300, 25),
-    "l40s": _Sheet(48, 362, 0.864, 32, 25),
-    "rtx4090": _Sheet(25, 165, 1.008, 32, 12.5),
+    "b200": _Sheet(192, 2250, 8.0, 900, 50, 64),
+    "h200": _Sheet(150, 989, 4.8, 450, 50, 64),
+    "h100": _Sheet(85, 989, 3.35, 450, 50, 64),
+    "a100": _Sheet(85, 312, 2.039, 300, 25, 32),
+    "a100-40": _Sheet(42, 312, 1.555, 300, 25, 32),
+    "l40s": _Sheet(48, 362, 0.864, 32, 25, 32),
+    "rtx4090": _Sheet(25, 165, 1.008, 32, 12.5, 32),
 }
 _OTHERS: Mapping[str, tuple[str, ...]] = {"h100": ("pcie", "nvl"), "h200": ("nvl",), "b200": ("gb200",)}  # other rates
 # The driver, the CUDA context and the reserve of the allocator take the rest.
@@ -139,6 +142,7 @@ def hardware_of(name: str, gpus: int, nodes: int = 1) -> Hardware:
         memory_rate=sheet.memory_tb * 1e12,
         link_rate=sheet.link_gb * GB,
         network_rate=sheet.network_gb * GB,
+        host_link_rate=sheet.host_gb * GB,
     )
 
 

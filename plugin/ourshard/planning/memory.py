@@ -27,7 +27,7 @@ class Memory:
     activations: int
     workspace: int
     at_rest: int  # between steps
-    host: int = 0  # in host memory: masters, gradients, shards, optimizer state, and windows of what is on a disk
+    host: int = 0  # in host memory: masters, gradients, shards, optimizer state, windows of what is on a disk, inputs
     pinned: int = 0  # of these, what the runtime pins where it may: all but the optimizer state
     disk: int = 0  # in files: masters and optimizer state
 
@@ -52,9 +52,18 @@ class Memory:
 
 
 def memory_of(
-    planned: PlannedModel, moves: Sequence[Move], optimizer: Optimizer, workspace: int = WORKSPACE, inputs: int = 0
+    planned: PlannedModel,
+    moves: Sequence[Move],
+    optimizer: Optimizer,
+    workspace: int = WORKSPACE,
+    inputs: int = 0,
+    *,
+    offloaded: int = 0,
 ) -> Memory:
-    """Return the memory of a step whose `moves` have settled; `inputs` are bytes of a batch on the device."""
+    """Return the memory of a step whose `moves` have settled.
+
+    `inputs` are bytes of a batch on the device, `offloaded` those of inputs of units on the host.
+    """
     stepped = [lane for lane in planned.lanes if lane.trainable]
     states = int(sum(lane.master_nbytes for lane in stepped if not lane.on_host) * optimizer.states)
     host_states = int(
@@ -84,8 +93,8 @@ def memory_of(
         activations=alive[top] + inputs,
         workspace=workspace,
         at_rest=_engine(moves[-1]) + states + workspace,
-        host=held.get(Kind.HOST, 0) + windows + host_states,
-        pinned=held.get(Kind.HOST, 0) + windows,
+        host=held.get(Kind.HOST, 0) + windows + host_states + offloaded,
+        pinned=held.get(Kind.HOST, 0) + windows + offloaded,
         disk=held.get(Kind.DISK, 0) + disk_states,
     )
 

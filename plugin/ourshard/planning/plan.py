@@ -89,7 +89,8 @@ def describe(config: ShardConfig) -> str:
         words.append("replayed")
     coded = {"weights": config.communication.weights, "gradients": config.communication.gradients}
     words.extend(f"{codec.value} {name}" for name, codec in coded.items() if codec is not Codec.NONE)
-    places = {"optimizer": config.offload.optimizer, "parameters": config.offload.params}
+    offload = config.offload
+    places = {"inputs": offload.activations, "optimizer": offload.optimizer, "parameters": offload.params}
     words.extend(f"{name} on {tier.value}" for name, tier in places.items() if tier is not Tier.NONE)
     return ", ".join(words)
 
@@ -142,11 +143,21 @@ def _variants(base: ShardConfig, hardware: Hardware, keeps_size: bool) -> Iterat
 
 
 def offloaded(base: ShardConfig, hardware: Hardware, kept: Collection[str] = ()) -> Iterator[ShardConfig]:
-    """Yield what remains when none of `candidates` fits: masters on the host, then the parameters' shards, too."""
+    """Yield what remains when none of `candidates` fits.
+
+    Inputs of recomputed units on the host, or masters, then the parameters' shards, too, then all three.
+    """
     if base.offload.active or {"offload.optimizer", "offload.params"} & set(kept):
         return
-    for tiers in ({"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}):
-        moved = variant(base, offload=tiers)
+    masters, parameters = {"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu"}
+    inputs = {"activations": "cpu"}
+    if base.offload.activations is not Tier.NONE or "offload.activations" in kept:
+        ways = [masters, parameters]
+    else:
+        ways = [inputs, masters, parameters, {**parameters, **inputs}]
+    for tiers in ways:
+        more = {"activation_checkpointing": True} if "activations" in tiers else {}
+        moved = variant(base, offload=tiers, **more)
         for config in candidates(moved, hardware, kept) if moved is not None else ():
             if config.reshard_after_forward or "reshard_after_forward" in kept:
                 yield config
@@ -180,9 +191,10 @@ class Planner:
         mesh = mesh_of(config, self.hardware)
         planned = plan_model(self.model, config, mesh, cast_small=not self.workload.accelerate, gpu=True)
         peer = self._uses_peer_copies(config, mesh)
-        moves = self._rehearse(planned, config, mesh, peer)
+        trace = self.trace(planned, config)
+        moves = self._rehearse(planned, config, mesh, peer, trace)
         optimizer = OPTIMIZERS[self.workload.optimizer]
-        memory = memory_of(planned, moves, optimizer, inputs=self.workload.batch.nbytes)
+        memory = memory_of(planned, moves, optimizer, inputs=self.workload.batch.nbytes, offloaded=trace.on_host)
         hardware = self.hardware
         if config.cuda_graph:
             hardware = hardware.replaying()
@@ -222,15 +234,17 @@ class Planner:
             return False
         return mesh.shard > 1 and self.hardware.nodes == 1
 
-    def _rehearse(self, planned: PlannedModel, config: ShardConfig, mesh: MeshSizes, peer: bool) -> Sequence[Move]:
-        visits = self.trace(planned, config).visits
+    def _rehearse(
+        self, planned: PlannedModel, config: ShardConfig, mesh: MeshSizes, peer: bool, trace: Trace
+    ) -> Sequence[Move]:
         steps, clip = self.workload.micro_batches, self.workload.clip
-        return Rehearsal(planned, config, mesh, visits, steps, clip, peer=peer).settled()
+        return Rehearsal(planned, config, mesh, trace.visits, steps, clip, peer=peer).settled()
 
     def trace(self, planned: PlannedModel, config: ShardConfig) -> Trace:
         """Return the fake run for `config`; one serves all configurations that compute alike."""
         dtype = getattr(torch, config.precision.param_dtype or "float32")
-        key = (config.wrap, config.activation_checkpointing, dtype, config.persist_below)
+        offloads = config.offload.activations is not Tier.NONE
+        key = (config.wrap, config.activation_checkpointing, offloads, dtype, config.persist_below)
         if key not in self._traces:
             model = copy.deepcopy(self.model)
             _cast_parameters(model, dtype, config.persist_below if self.workload.accelerate else 0)
@@ -243,6 +257,7 @@ class Planner:
                     self.workload.batch.inputs,
                     autocast=autocast,
                     activation_checkpointing=config.activation_checkpointing,
+                    offload_inputs=offloads,
                 )
         return self._traces[key]
 

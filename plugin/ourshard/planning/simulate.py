@@ -2,7 +2,8 @@
 
 Four clocks run: the host, which queues everything in order; the compute stream; the gather and reduce streams, which
 wait for compute as it is when they are issued (Note [Streams] in runtime/streams.py); and the wire, which carries one
-collective at a time, since all of them go through the same communicators.
+collective at a time, since all of them go through the same communicators. Inputs of units that go to the host and back
+have a link and a clock of their own; what goes with the optimizer is taken for hidden.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ourshard.planning.formulas import (
     Reach,
     all_reduce_seconds,
     copy_seconds,
+    host_copy_seconds,
     kernel_seconds,
     ring_seconds,
 )
@@ -31,7 +33,7 @@ class Timing:
     total: float
     compute: float  # kernels of the model
     step: float  # clipping and the optimizer
-    exposed: float  # compute waited for the wire
+    exposed: float  # compute waited for the wire, or for inputs from the host
     starved: float  # compute waited for the host
     wire: float  # collectives, overlapped or not
 
@@ -94,6 +96,7 @@ class _Clocks:
     compute: float = 0.0
     wire: float = 0.0
     begun: float = 0.0  # when the last step was
+    copied: float = 0.0  # when inputs that go to the host or come back have arrived
     disk: float = 0.0  # when it has read what was asked for
     gathered: dict[int, float] = field(default_factory=dict)  # unit -> when its gather is over
     reduced: list[float] = field(default_factory=list)  # ends of reductions that nobody waited for
@@ -183,7 +186,12 @@ class _Clocks:
         slowed = min(self.dragging, device)
         self.dragging -= slowed
         device += slowed * self.hardware.nccl_drag
+        if move.visit.awaits:
+            self._wait(self.copied)
         begin = max(self.compute, self.host)
+        if move.visit.copied:
+            copying = host_copy_seconds(move.visit.copied, self.hardware, self.reach)
+            self.copied = max(self.copied, begin) + copying
         self.starved += max(0.0, self.host - self.compute)
         self.host += host
         self.compute = max(begin + device, self.host)

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ourshard.planning.autocast import CudaAutocast
 from ourshard.planning.operations import is_attention, operation_flops
+from ourshard.runtime.inputs import Inputs, Layout
+from ourshard.runtime.recompute import checkpointed, recomputes_itself
 
 _CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 # They make a storage and start no kernel.
@@ -62,6 +65,8 @@ class Visit:
     alive: int  # bytes of activations alive at its end
     bounded: bool = True  # a gradient leaves the unit by its inputs; without, it counts as finished when backward is
     graded: tuple[int, ...] = ()  # rooted units whose gradients were complete in it, in order
+    copied: int = 0  # bytes of inputs that begin to go to the host, or to come back
+    awaits: bool = False  # compute waits for such copies that began before
 
     @property
     def flops(self) -> int:
@@ -77,6 +82,7 @@ class Trace:
     """The visits of one forward and backward, in order."""
 
     visits: tuple[Visit, ...]
+    on_host: int = 0  # most bytes of inputs of units on the host at once
 
     @property
     def flops(self) -> int:
@@ -96,6 +102,8 @@ class _Open:
     backward: bool
     kernels: Counter[Kernel] = field(default_factory=Counter)
     peak: int = 0
+    copied: int = 0
+    awaits: bool = False
 
 
 class _FlashAttention(TorchFunctionMode):
@@ -124,9 +132,9 @@ class _Meter(TorchDispatchMode):
         self.graded: list[int] = []  # rooted units whose gradients were complete in it
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def ignore(self, model: nn.Module) -> None:
-        """Leave the model's own storages out of the count."""
-        for tensor in (*model.parameters(), *model.buffers()):
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave storages that were there before out of the count."""
+        for tensor in tensors:
             self._known.add(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,10 +182,41 @@ class _Meter(TorchDispatchMode):
                 self.visits.pop()  # the next module of a merged unit
                 done.kernels.update(last.kernels)
                 done.peak = max(done.peak, last.peak)
+                done.copied, done.awaits = done.copied + last.copied, done.awaits or last.awaits
             bounded, graded = done.unit in self.bounded, tuple(self.graded)
-            kernels = dict(done.kernels)
-            self.visits.append(Visit(done.unit, done.backward, kernels, done.peak, self.alive, bounded, graded))
+            kernels, copies = dict(done.kernels), (done.copied, done.awaits)
+            self.visits.append(
+                Visit(done.unit, done.backward, kernels, done.peak, self.alive, bounded, graded, *copies)
+            )
             self.graded.clear()
+
+
+class _FakeMover:
+    """What `Inputs` has in a fake run in the place of copies: they are counted, and none is made."""
+
+    def __init__(self, meter: _Meter) -> None:
+        self._meter = meter
+        self._held = 0
+        self.most = 0  # bytes on the host at once
+
+    def down(self, tensor: torch.Tensor) -> tuple[int, None]:
+        self._held += tensor.nbytes
+        self.most = max(self.most, self._held)
+        self._meter.open.copied += tensor.nbytes
+        return tensor.nbytes, None
+
+    def up(self, stored: int, like: Layout) -> tuple[torch.Tensor, None]:
+        self._meter.open.copied += stored
+        return like.empty(like.device), None
+
+    def wait(self, event: None) -> None:
+        self._meter.open.awaits = True
+
+    def drop(self, stored: int) -> None:
+        self._held -= stored
+
+    def hold(self, nbytes: int) -> None:
+        """Hear of bytes on the device, which the meter sees by itself."""
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -192,13 +231,15 @@ def trace(
     *,
     autocast: torch.dtype | None = None,
     activation_checkpointing: bool = False,
+    offload_inputs: bool = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Trace:
     """Run `model`, whose parameters are on the meta device, forward and backward on fake tensors: Note [Fake run].
 
     `units` are in the runtime's order, the root last. `inputs` are keyword arguments of the model; tensors on the meta
     device. `loss` picks the tensor to start backward from; by default the output's `loss`, else the sum of its first
-    tensor. With `activation_checkpointing` units are recomputed.
+    tensor. With `activation_checkpointing` units are recomputed; with `offload_inputs` their inputs are on the host
+    meanwhile.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -206,14 +247,18 @@ def trace(
         units = [UnitParts(unit.modules, [fakes.get(id(p), p) for p in unit.watched]) for unit in units]
         arguments = {key: _on_cpu(value) for key, value in inputs.items()}
         meter = _Meter(units)
-        meter.ignore(model)
+        given = (value for value in tree_leaves(arguments) if isinstance(value, torch.Tensor))
+        meter.ignore((*model.parameters(), *model.buffers(), *given))
         model.train()
         config: Any = getattr(model, "config", None)
         if hasattr(config, "use_cache"):
             # Without a cache transformers looks for packed sequences, and sees none of the values of fake tensors.
             config.use_cache = True
+        mover = _FakeMover(meter)
         if activation_checkpointing:
-            stack.enter_context(_recomputation([module for unit in units for module in unit.modules], autocast))
+            call = partial(Inputs(mover, FakeTensor).around, checkpoint) if offload_inputs else checkpoint
+            modules = [module for unit in units for module in unit.modules]
+            stack.enter_context(_recomputation(modules, autocast, call, by_position=recomputes_itself(model)))
         stack.enter_context(_boundaries(model, units, meter))
         stack.enter_context(_FlashAttention())
         stack.enter_context(meter)
@@ -229,7 +274,7 @@ def trace(
         if start.requires_grad:
             start.backward()
         meter.close()
-        return Trace(tuple(meter.visits))
+        return Trace(tuple(meter.visits), mover.most)
 
 
 def _materialise(model: nn.Module) -> dict[int, nn.Parameter]:
@@ -310,10 +355,15 @@ def _complete(index: int, meter: _Meter, parameters: Sequence[torch.Tensor]) -> 
 
 
 @contextmanager
-def _recomputation(modules: Sequence[nn.Module], autocast: torch.dtype | None) -> Iterator[None]:
-    """Let modules keep their inputs alone and compute again in backward, under the same casts."""
+def _recomputation(
+    modules: Sequence[nn.Module], autocast: torch.dtype | None, call: Callable[..., Any], *, by_position: bool
+) -> Iterator[None]:
+    """Let modules keep their inputs alone and compute again in backward, under the same casts.
+
+    `call` is the checkpoint, which is given all tensors as the runtime's is, or with `by_position` those alone.
+    """
     for module in modules:
-        module.forward = _recomputed(module.forward, autocast)  # type: ignore[method-assign]
+        module.forward = _recomputed(module.forward, autocast, call, by_position)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -348,7 +398,7 @@ def _after(index: int, meter: _Meter) -> Any:
     return hook
 
 
-def _recomputed(forward: Any, autocast: torch.dtype | None) -> Any:
+def _recomputed(forward: Any, autocast: torch.dtype | None, call: Callable[..., Any], by_position: bool) -> Any:
     def compute(*args: Any, **kwargs: Any) -> Any:
         with _FlashAttention(), CudaAutocast(autocast) if autocast is not None else nullcontext():
             return forward(*args, **kwargs)  # in backward no other mode is on
@@ -356,6 +406,8 @@ def _recomputed(forward: Any, autocast: torch.dtype | None) -> Any:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # As transformers' own layers do when they are recomputed, which would append to the cache a second time.
         kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
-        return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+        if by_position:
+            return call(partial(compute, **kwargs), *args, use_reentrant=False)
+        return checkpointed(call, compute, *args, **kwargs)
 
     return wrapped

@@ -219,8 +219,9 @@ class _Kept:
 class Inputs:
     """The inputs of the recomputed units of one model: Note [Inputs on the host]."""
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: Mover, plain: type = torch.Tensor) -> None:
         self._mover = mover
+        self._plain = plain  # what tensors that move are; subclasses stay
         self._inside = False  # a checkpoint whose inputs move
         self._group: _Group | None = None  # of the checkpoint that was called last
         self._last: weakref.ref[_Group] | None = None
@@ -233,7 +234,7 @@ class Inputs:
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
-    def around(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(self, checkpoint: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call `checkpoint(function, *args, **kwargs)`, and keep the tensors among `args` that it saves on the host."""
         if not self._applies():
             return checkpoint(function, *args, **kwargs)
@@ -304,7 +305,7 @@ class Inputs:
     @torch.no_grad()
     def _pack(self, tensor: torch.Tensor) -> Any:
         assert self._group is not None
-        if not moves(tensor):
+        if type(tensor) is not self._plain or not _moves(tensor):
             return _Kept(tensor)
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         stored = self._known.get((*key, tensor._version))
@@ -364,11 +365,9 @@ class Inputs:
                 self._rising.append(stored)
 
 
-def moves(tensor: torch.Tensor) -> bool:
+def _moves(tensor: torch.Tensor) -> bool:
     """Say whether an input is worth a copy, and frees memory by it: Note [Inputs on the host]."""
-    if tensor.nbytes < LEAST_NBYTES or not tensor.is_floating_point() or type(tensor) is not torch.Tensor:
-        return False
-    if (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter):
+    if tensor.nbytes < LEAST_NBYTES or not tensor.is_floating_point() or (tensor.is_leaf and tensor.requires_grad):
         return False
     return tensor.layout is torch.strided and not tensor.is_neg() and _is_dense(tensor)
 

@@ -18,7 +18,7 @@ def recompute_in_backward(model: nn.Module, modules: list[nn.Module], inputs: In
     A Transformers model does it itself, since it knows what else must change (no cache of keys and values). Of other
     models the `modules` (those of the units) are wrapped. Raises `ValueError` where there is nothing to do it for.
     """
-    if getattr(model, "supports_gradient_checkpointing", False):
+    if recomputes_itself(model):
         name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # its older name
         enable: Any = getattr(model, f"{name}_checkpointing_enable")
         enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
@@ -29,7 +29,12 @@ def recompute_in_backward(model: nn.Module, modules: list[nn.Module], inputs: In
         raise ValueError("activation_checkpointing: the model has no units but the root; say in `wrap` what they are.")
     call = checkpoint if inputs is None else partial(inputs.around, checkpoint)
     for module in modules:
-        module.forward = partial(_checkpointed, call, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(checkpointed, call, module.forward)  # type: ignore[method-assign]
+
+
+def recomputes_itself(model: nn.Module) -> bool:
+    """Say whether a model has checkpoints of its own, as those of Transformers have."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 class _Place:
@@ -41,8 +46,8 @@ class _Place:
         self.index = index
 
 
-def _checkpointed(call: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` through a checkpoint, to which all tensors are given by position, also those in keywords.
+def checkpointed(call: Any, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `forward` through `call`, a checkpoint, to which all tensors are given by position, also those in keywords.
 
     For these alone it saves what random numbers the device is at, and lets autograd keep them.
     """
