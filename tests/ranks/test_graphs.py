@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ourshard.runtime import collectives
-from ourshard.runtime import engine as engine_module
+from ourshard.runtime import attach, collectives
 from ourshard.runtime.api import clip_grad_norm_, engine_of, full_state_dict, shard_model
 from ourshard.runtime.buffer import Slot
 from ourshard.runtime.graph_policy import WARMUP, Inputs
@@ -106,8 +105,8 @@ class TapedForward(GraphedForward):
 @contextmanager
 def taping() -> Iterator[None]:
     """Let models be sharded with taped forwards, and slots keep their memory, as that of a graph does."""
-    root, allocate, free, finish = engine_module.RootHooks, Slot.allocate, Slot.free, collectives._finish
-    engine_module.RootHooks = TapedForward  # type: ignore[misc,assignment]
+    root, allocate, free, finish = attach.RootHooks, Slot.allocate, Slot.free, collectives._finish
+    attach.RootHooks = TapedForward  # type: ignore[misc,assignment]
     Slot.allocate = lambda self: setattr(self, "allocated", True)  # type: ignore[method-assign]
     Slot.free = lambda self: setattr(self, "allocated", False)  # type: ignore[method-assign]
     collectives._finish = _finish_apart
@@ -115,7 +114,7 @@ def taping() -> Iterator[None]:
         yield
     finally:
         collectives._finish = finish
-        engine_module.RootHooks = root  # type: ignore[misc]
+        attach.RootHooks = root  # type: ignore[misc]
         Slot.allocate, Slot.free = allocate, free  # type: ignore[method-assign]
 
 

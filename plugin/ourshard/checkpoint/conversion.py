@@ -59,7 +59,6 @@ class Report:
     """What a conversion did, or would do (`dry_run`)."""
 
     source_format: str
-    source_path: Path
     path: Path
     format: str
     tensors: int
@@ -202,7 +201,6 @@ def _plan(source: Source, src: Path, dst: Path, sink: Sink) -> Report:
         raise ValueError(f"nothing of {src} can be held by the format {sink.format}")
     return Report(
         source_format=source.format,
-        source_path=source.path,
         path=dst,
         format=sink.format,
         tensors=len(held),

@@ -25,7 +25,6 @@ from ourshard.integrations.switch import SWITCH, ConfigError, flag
 
 NAME = "OURSHARD"
 _file: ContextVar[str] = ContextVar("file", default="")  # the config file that is being read
-FOREIGN = ("fsdp_config", "deepspeed_config")
 # What a file may say beside the switch; the rest names an engine that ourshard does not stand on.
 SHARDABLE = (
     NAME,

@@ -13,6 +13,7 @@ from ourshard.config import ShardConfig, Tier
 from ourshard.planning.moves import MeshSizes
 from ourshard.planning.trace import UnitParts
 from ourshard.runtime.build import _merge_numel, plan_lanes
+from ourshard.runtime.casting import dtype_named
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
@@ -154,11 +155,11 @@ def plan_model(
             replicate=SimpleNamespace(size=mesh.replicate),
             device=SimpleNamespace(type="cuda" if gpu else "cpu"),
         ),
-        param_dtype=_dtype(config.precision.param_dtype),
-        master_dtype=_dtype(config.precision.master_dtype) or torch.float32,
+        param_dtype=dtype_named(config.precision.param_dtype),
+        master_dtype=dtype_named(config.precision.master_dtype) or torch.float32,
         cast_small=cast_small,
     )
-    reduce_dtype = _dtype(config.precision.reduce_dtype)
+    reduce_dtype = dtype_named(config.precision.reduce_dtype)
     units = []
     stock = take_stock(model, config.wrap, _merge_numel(settings))
     layouts = with_tiers([plan_lanes(entry.parameters, settings) for entry in stock], config.offload)
@@ -193,7 +194,3 @@ def _lane(
         grad_codec=grad_codec if key.coded and key.trainable else None,
         secondary_nbytes=layout.numel // shares * key.compute_dtype.itemsize if shares else 0,
     )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return getattr(torch, name) if name else None

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Tier, Transport
+from ourshard.runtime.attach import attach
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.coded import can_code, weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
@@ -26,12 +27,13 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.host_room import check_host
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.lane_store import LaneKey, master_dtype_of
+from ourshard.runtime.lane_key import LaneKey, master_dtype_of
 from ourshard.runtime.layout import LaneLayout, LaneTensor, TensorSpec, UnitLayout, plan_unit
 from ourshard.runtime.lazy import give_up_values, materialize, source_of
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.links import assumed, choose_codecs
 from ourshard.runtime.mesh import Mesh
+from ourshard.runtime.peer import PeerCopies, make_peer_copies
 from ourshard.runtime.placement import At, Placement, placement_of
 from ourshard.runtime.quantized import refuse_quantized
 from ourshard.runtime.recompute import recompute_in_backward
@@ -63,15 +65,27 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
         materialize(tensor)  # those that ourshard was told to leave alone
     if config.activation_checkpointing:
         recompute_in_backward(model, [module for unit in engine.units for module in unit.modules], engine.inputs)
-    engine.find_peers()
+    _find_peers(engine)
     _share_buffers(model, engine)
     engine.buffers.watch(model)
     give_back_unused(mesh.device)
     attributes = dict(vars(model))
     vars(model).clear()  # first, so that pickling meets the engine, which says what to do, and not a hook
     vars(model).update({"_ourshard": engine, **attributes})
-    engine.attach(model)
+    attach(engine, model)
     return engine
+
+
+def _find_peers(engine: Engine) -> None:
+    """Move gathers and reductions to the copy engines, where the machine can. Collective."""
+    wanted = engine.config.communication
+    found: PeerCopies | str = "peers pull no messages of a codec, nor in two hops"
+    if not wanted.active and engine.collectives.hops is None:
+        found = make_peer_copies(engine.control, engine.mesh, engine.units, engine.ledger, wanted.transport.value)
+    if isinstance(found, PeerCopies):
+        engine.collectives.peer = engine.peer = found
+    else:
+        engine.without_peers = found
 
 
 def plan_lanes(parameters: list[Parameter], engine: Engine) -> UnitLayout:

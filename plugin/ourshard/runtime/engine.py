@@ -23,9 +23,8 @@ from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer, hops_of
 from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
-from ourshard.runtime.graphs import GraphedForward
 from ourshard.runtime.handle import ShardParameter
-from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks, forward_on_stack, hook_outputs, tensors_in
+from ourshard.runtime.hooks import forward_on_stack, hook_outputs, tensors_in
 from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_flight import InFlight
 from ourshard.runtime.inputs import make_inputs
@@ -36,7 +35,7 @@ from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.meter import Measuring
 from ourshard.runtime.module_buffers import UpdatedBuffers
 from ourshard.runtime.newcomers import Newcomers
-from ourshard.runtime.peer import PeerCopies, make_peer_copies
+from ourshard.runtime.peer import PeerCopies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
 from ourshard.runtime.streams import Streams, profiler_range
@@ -123,38 +122,6 @@ class Engine:
 
     def lanes(self) -> list[Lane]:
         return [lane for unit in self.units for lane in unit.lanes]
-
-    def find_peers(self) -> None:
-        """Move gathers and reductions to the copy engines, where the machine can. Collective."""
-        wanted = self.config.communication
-        found: PeerCopies | str = "peers pull no messages of a codec, nor in two hops"
-        if not wanted.active and self.collectives.hops is None:
-            found = make_peer_copies(self.control, self.mesh, self.units, self.ledger, wanted.transport.value)
-        if isinstance(found, PeerCopies):
-            self.collectives.peer = self.peer = found
-        else:
-            self.without_peers = found
-
-    def attach(self, model: nn.Module) -> None:
-        """Put the hooks on the modules."""
-        if self.config.cuda_graph and self.streams.on_gpu:
-            GraphedForward(self, model).attach()
-        else:
-            RootHooks(self).attach(model)
-        for unit in self.units:
-            for module in unit.modules:
-                UnitHooks(unit).attach(module)
-            if unit.rooted and unit is not self.root:
-                for lane in unit.lanes:
-                    for leaf in lane.leaves:
-                        self.own_hooks.add(leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient).id)
-        inside = {id(m) for unit in self.units for module in unit.modules for m in module.modules()}
-        lanes = [lane for unit in self.rooted for lane in unit.lanes]
-        doors = {id(site.module): site.module for lane in lanes for p in lane.parameters for site in p.sites}
-        for module in doors.values():
-            if module is not model and id(module) not in inside:
-                DoorHooks(self).attach(module)
-        ENGINES.add(self)
 
     # ---- forward -------------------------------------------------------------------------------------------
 

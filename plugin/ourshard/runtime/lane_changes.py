@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ourshard.runtime.lane_store import LaneStore, master_dtype_of
+from ourshard.runtime.lane_key import master_dtype_of
+from ourshard.runtime.lane_store import LaneStore
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At
 

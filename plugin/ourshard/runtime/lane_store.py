@@ -23,7 +23,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -36,9 +36,10 @@ from ourshard.runtime.coded_gradients import GradientCoder, gradient_codec
 from ourshard.runtime.disk import ShardWindows
 from ourshard.runtime.handle import become_handle
 from ourshard.runtime.inventory import Parameter
+from ourshard.runtime.lane_key import LaneKey
 from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
-from ourshard.runtime.placement import At, Placement
+from ourshard.runtime.placement import At
 from ourshard.runtime.secondary import SecondaryShard, keeps_secondary
 from ourshard.runtime.states import Stream
 from ourshard.runtime.strays import StrayGradients
@@ -47,26 +48,6 @@ if TYPE_CHECKING:
     from ourshard.runtime.behind import Stepping
     from ourshard.runtime.lane import Lane
     from ourshard.runtime.unit import Unit
-
-
-@dataclass(frozen=True, slots=True)
-class LaneKey:
-    """What the tensors of one lane have in common."""
-
-    placement: Placement
-    store_dtype: torch.dtype  # of the master
-    compute_dtype: torch.dtype
-    trainable: bool
-    tier: Tier = Tier.NONE  # where the master rests: set for whole layouts, by tiers.py
-    coded: bool = False  # travels as blocks of few bits where a codec is set: coded.py, coded_gradients.py
-
-    @property
-    def has_own_shard(self) -> bool:
-        """Say whether a shard in compute dtype rests beside the master where `offload.params` is not none."""
-        if self.placement.params is At.WHOLE or not self.trainable:
-            return False
-        served = self.tier is Tier.CPU and self.compute_dtype == self.store_dtype  # the master serves
-        return self.placement.divided or (self.tier is not Tier.NONE and not served)
 
 
 class LaneStore:
@@ -491,14 +472,6 @@ class LaneStore:
     def hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
         if self.unit.engine.ledger is not None:
             self.unit.engine.ledger.hold(kind, sign * tensor.nbytes)
-
-
-def master_dtype_of(own: torch.dtype, wide: torch.dtype) -> torch.dtype:
-    """Return the dtype of the master of a parameter loaded in `own`.
-
-    It never has less than the parameter had, unless a 16-bit master was asked for by name.
-    """
-    return torch.promote_types(own, wide) if wide.itemsize > 2 else wide
 
 
 def row_shape(shape: Iterable[int], rows: int) -> tuple[int, ...]:

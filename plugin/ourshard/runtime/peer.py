@@ -123,9 +123,6 @@ class PeerCopies:
             self._loans[start, numel, dtype] = loan
         return loan
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() == self._shared.untyped_storage().data_ptr()
-
     def reduce(self, pieces: list[Reduction]) -> None:
         """Reduce pieces that were lent together, and end the loan. On the reduce stream."""
         self._handle.barrier(channel=_REDUCE)

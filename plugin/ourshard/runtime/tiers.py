@@ -15,7 +15,7 @@ from dataclasses import replace
 from ourshard.config import OffloadConfig, Tier
 from ourshard.runtime.disk import DiskNeed, padded
 from ourshard.runtime.host_room import HostNeed
-from ourshard.runtime.lane_store import LaneKey
+from ourshard.runtime.lane_key import LaneKey
 from ourshard.runtime.layout import LaneLayout, UnitLayout
 
 

@@ -1,0 +1,36 @@
+"""Which hooks go on which modules of a model: those of its root, of its units, and of what is called on its own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ourshard.runtime.engine import ENGINES, Engine
+from ourshard.runtime.graphs import GraphedForward
+from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks
+
+
+def attach(engine: Engine, model: nn.Module) -> None:
+    """Put the hooks on the modules of a model whose units are all made."""
+    if engine.config.cuda_graph and engine.streams.on_gpu:
+        GraphedForward(engine, model).attach()
+    else:
+        RootHooks(engine).attach(model)
+    for unit in engine.units:
+        for module in unit.modules:
+            UnitHooks(unit).attach(module)
+        if unit.rooted and unit is not engine.root:
+            for lane in unit.lanes:
+                for leaf in lane.leaves:
+                    engine.own_hooks.add(leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient).id)
+    _open_doors(engine, model)
+    ENGINES.add(engine)
+
+
+def _open_doors(engine: Engine, model: nn.Module) -> None:
+    """Let modules of the root's parameters be called on their own."""
+    inside = {id(m) for unit in engine.units for module in unit.modules for m in module.modules()}
+    lanes = [lane for unit in engine.rooted for lane in unit.lanes]
+    doors = {id(site.module): site.module for lane in lanes for p in lane.parameters for site in p.sites}
+    for module in doors.values():
+        if module is not model and id(module) not in inside:
+            DoorHooks(engine).attach(module)
