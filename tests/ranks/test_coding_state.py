@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ourshard import cli
 from safetensors.torch import load_file
 
@@ -156,13 +157,24 @@ def test_the_checkpoint_verifies_and_converts_without_the_residuals(ranks, tmp_p
     assert names == {name for name, _ in llama().named_parameters()}
 
 
-def float16() -> str:
-    from ourshard import shard_model
+def weights_under(scales: list[float], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Train with a loss that is scaled by another number in each step; none for no scaler."""
+    from ourshard import ShardGradScaler, full_state_dict, shard_model
 
-    with pytest.raises(ValueError, match="error_feedback: float16 scales the loss") as caught:
-        shard_model(llama(), {**FEEDBACK, "precision": {"param_dtype": "float16"}})
-    return str(caught.value)
+    model = shard_model(llama(), config)
+    optimizer = adamw(model.parameters())
+    scaler = ShardGradScaler("cpu", init_scale=scales[0] if scales else 1.0, enabled=bool(scales))
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(token_loss(model, tokens(2 * step + dist.get_rank(), 1))).backward()
+        scaler.step(optimizer)
+        scaler.update(scales[step + 1] if scales else None)
+    return full_state_dict(model)
 
 
-def test_error_feedback_is_refused_where_the_loss_is_scaled(ranks):
-    assert len(ranks(2)(float16)) == 2
+def test_error_feedback_follows_the_scale_of_the_loss(ranks):
+    """Powers of two change no code, so that what is lost of scaled gradients is the scaled loss, to the last bit."""
+    plain = ranks(2)(weights_under, [], FEEDBACK)[0]
+    scaled = ranks(2)(weights_under, [2.0**12, 2.0**10, 2.0**11, 2.0**3, 2.0**14, 1.0, 2.0], FEEDBACK)[0]
+    assert difference(scaled, plain) == 0
+    assert difference(ranks(2)(weights_under, [], coded())[0], plain) > 0

@@ -339,11 +339,6 @@ def _refuse_codecs(config: ShardConfig) -> None:
         raise ValueError("communication.gradients: at stage 0 there are no shards to reduce into; use stage 1, 2 or 3.")
     if config.communication.gradients is not Codec.NONE and config.precision.reduce_dtype == "float64":
         raise ValueError("precision.reduce_dtype: float64 has no codec; use float32 with communication.gradients.")
-    if config.communication.error_feedback and config.precision.param_dtype == "float16":
-        raise ValueError(
-            "communication.error_feedback: float16 scales the loss, by another factor from step to step, and what was "
-            "lost would have another unit than the gradient it is added to; use bfloat16, or false."
-        )
     if config.communication.weights is not Codec.NONE and config.stage != 3:
         raise ValueError(
             f"communication.weights: {config.communication.weights.value} needs stage 3; at stage {config.stage} the "

@@ -31,6 +31,7 @@ With `communication.error_feedback` what a codec lost of a buffer is kept, in fl
 before it is coded the next time: one residual for each time that a value is coded (`Site`). So over steps nothing is
 lost, only late. The residual of `sent` is as large as the whole lane, on each rank. Residuals are this rank's alone:
 checkpoints have those of all ranks, by rank, and a world of another size or layout begins with zeros.
+They have the unit of the gradients: `ShardGradScaler` multiplies them whenever its scale changes.
 Source: Karimireddy et al., 2019, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes".
 
 With `communication.stochastic_rounding` the noise is a hash of `communication.seed`, lane, rank, site, the number of
@@ -224,6 +225,14 @@ class GradientCoder:
     def _hold(self, nbytes: int, kind: Kind = Kind.REDUCE) -> None:
         if self._engine.ledger is not None:
             self._engine.ledger.hold(kind, nbytes)
+
+
+def rescale_residuals(engine: Engine, factor: torch.Tensor) -> None:
+    """Multiply what codecs lost of gradients: the loss is scaled by another number from now on."""
+    with engine.streams.reduce():
+        for coder in (lane.coder for lane in engine.lanes() if lane.coder is not None):
+            for residual in coder.residuals.values():
+                residual.mul_(factor)
 
 
 def _swap(messages: torch.Tensor, out: torch.Tensor, rows: int, columns: int) -> None:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ourshard.runtime.coded_gradients import rescale_residuals
 from ourshard.runtime.engine import ENGINES
-from ourshard.runtime.optim import bring_up_to_date, show_gradients
+from ourshard.runtime.optim import bring_up_to_date, engines_of, show_gradients
 
 
 class ShardGradScaler(GradScaler):
@@ -18,9 +19,23 @@ class ShardGradScaler(GradScaler):
 
     An infinite gradient is seen only by the rank that holds its shard. `found_inf` is therefore the maximum over
     all ranks before any of them decides, so that all skip the step, and all halve the scale, or none does.
+    What codecs lost of scaled gradients (`communication.error_feedback`) follows the scale.
     """
 
     agrees = True  # optimizers of sharded parameters refuse one that does not
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scaled: set[int] = set()  # engines whose losses this scales, by `order`
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        mine = [engine for engine in ENGINES if engine.order in self._scaled]
+        keeping = [engine for engine in mine if engine.config.communication.error_feedback]
+        before = self._scale.clone() if keeping and self._scale is not None else None
+        super().update(new_scale)
+        if before is not None and self._scale is not None:
+            for engine in keeping:
+                rescale_residuals(engine, self._scale / before)
 
     def _unscale_all(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *args: Any
@@ -47,6 +62,7 @@ class ShardGradScaler(GradScaler):
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         bring_up_to_date(optimizer)
         show_gradients(optimizer)
+        self._scaled |= {engine.order for engine in engines_of(optimizer)}
         found = self._unscale_all(optimizer, *args, **kwargs)
         engines = [engine for engine in ENGINES if engine.mesh.world.size > 1]
         if not engines:
