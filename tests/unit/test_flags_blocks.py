@@ -167,3 +167,12 @@ def test_training_arguments_fill_deepspeeds_auto(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"TrainingArguments.deepspeed gives 2.*gives 4"):
         from_training_arguments(args)
     assert "scheduler.params.total_num_steps" not in auto_from_training_arguments(args)
+
+
+def test_a_schedule_without_warmup_agrees_with_arguments_without_warmup(tmp_path: Any) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    params = {"warmup_num_steps": 0, "warmup_max_lr": args.learning_rate, "total_num_steps": 10}
+    args.deepspeed = {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    result = from_training_arguments(args, total_steps=10)
+    assert result is not None
+    assert result.run.scheduler["params"] == params

@@ -76,7 +76,7 @@ def _read(raw: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> FlagR
     try:
         resolved = _resolve_auto(_flat(raw), auto, source)
     except ValueError as error:
-        raise ValueError(in_source(error, source)) from error
+        raise ValueError(in_source(error, source)) from None
     return DEEPSPEED.read(resolved, source)
 
 

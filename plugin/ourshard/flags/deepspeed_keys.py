@@ -338,7 +338,11 @@ OTHER_FEATURES = tuple(
         ("sequence_parallel", _OTHER_PARALLELISM),
         ("use_data_before_expert_parallelism", _OTHER_PARALLELISM),
         ("hybrid_engine", "generation runs on the sharded model itself; leave the block out."),
-        ("compile", "DeepCompile rewrites the graph around DeepSpeed's engine; use Accelerate's dynamo_config."),
+        (
+            "compile",
+            "DeepCompile rewrites the graph around DeepSpeed's engine; leave the block out, and use Accelerate's "
+            "dynamo_config, or torch_compile of TrainingArguments.",
+        ),
         ("data_efficiency", "sampling belongs to the data loader; leave the block out."),
         ("curriculum_learning", "sampling belongs to the data loader; leave the block out."),
         ("progressive_layer_drop", "it changes the model's forward; do it in the model."),

@@ -171,7 +171,7 @@ class Language:
         try:
             return self._read(flat, source)
         except ValueError as error:
-            raise ValueError(in_source(error, source)) from error
+            raise ValueError(in_source(error, source)) from None
 
     def _read(self, flat: Mapping[str, Any], source: str) -> FlagResult:
         words = self.words(flat, source)

@@ -114,7 +114,7 @@ def auto_from_training_arguments(
     }
     if total_steps is not None:
         values["scheduler.params.total_num_steps"] = total_steps
-        values["scheduler.params.warmup_num_steps"] = max(1, args.get_warmup_steps(total_steps))
+        values["scheduler.params.warmup_num_steps"] = args.get_warmup_steps(total_steps)
     return values
 
 
