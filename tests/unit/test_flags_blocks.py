@@ -158,7 +158,7 @@ def test_training_arguments_fill_deepspeeds_auto(tmp_path: Any) -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
         "scheduler": scheduler,
     }
-    result = from_training_arguments(args, hidden_size=64, total_steps=100)
+    result = from_training_arguments(args, total_steps=100)
     assert result is not None
     assert (result.config.stage, result.run.gradient_accumulation_steps) == (2, 4)
     assert result.run.optimizer["params"]["lr"] == 3e-4

@@ -21,7 +21,6 @@ DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
 
 _STAGE = "zero_optimization.stage"
 _FILE_KEYS = ("deepspeed_config_file", "hf_ds_config")
-_PERSIST = "zero_optimization.param_persistence_threshold"
 _SECTION_KEYS = {spelling for flag in (*ZERO, *LAUNCHER) for spelling in flag.spellings if "." not in spelling}
 _SECTION_DEFAULT_STAGE = 2  # Accelerate's, when `deepspeed_config:` names neither a stage nor a file
 
@@ -32,8 +31,8 @@ def from_deepspeed(
     """Read a DeepSpeed configuration.
 
     `raw` is a mapping (a `ds_config.json`, or Accelerate's `deepspeed_config:`) or the path of a JSON file. `auto`
-    holds what the Trainer or Accelerate says, by DeepSpeed's dotted keys, plus `world_size` and `hidden_size`; it fills
-    every `"auto"`, and what is not `"auto"` has to agree with it.
+    holds what the Trainer or Accelerate says, by DeepSpeed's dotted keys, plus `world_size`; it fills every `"auto"`,
+    and what is not `"auto"` has to agree with it.
 
     Raises:
         ValueError: an unknown key, a refused value, keys that contradict each other or the values in `auto`.
@@ -44,9 +43,7 @@ def from_deepspeed(
     section = any(key in _SECTION_KEYS for key in raw)
     source = source or ("deepspeed_config" if section else "ds_config")
     known = dict(auto or {})
-    world_size, hidden_size = known.pop("world_size", None), known.pop("hidden_size", None)
-    if hidden_size is not None:  # the rule of transformers' Trainer for this "auto"
-        known.setdefault(_PERSIST, 10 * hidden_size)
+    world_size = known.pop("world_size", None)
     results = [_read({key: value for key, value in raw.items() if key not in _FILE_KEYS}, known, source)]
     for key in _FILE_KEYS:
         file = raw.get(key)
@@ -109,7 +106,7 @@ def _resolve_auto(flat: Mapping[str, Any], auto: Mapping[str, Any], source: str)
                 raise ValueError(f'{spelling}: "auto" has nobody to follow; write 0, 1, 2 or 3.')
             continue
         resolved[spelling] = value
-        if known.get(key) is not None and value is not None and key != _PERSIST:
+        if known.get(key) is not None and value is not None:
             said, wanted = (normalise(flag.kind, item, spelling) for item in (value, known[key]))
             if not _same(said, wanted):
                 message = disagreement(spelling, said, source, wanted, "the Trainer or Accelerate")

@@ -153,7 +153,7 @@ ZERO = (
     mapped("zero_optimization.cpu_offload_param", "offload.params", "The old spelling of offload_param: cpu.",
            read=_when({"offload.params": "cpu"}), aliases=("zero_optimization.cpu_offload_params",)),
     mapped("zero_optimization.cpu_offload_use_pin_memory", "offload.pin_memory", "The old spelling of pin_memory."),
-    mapped("zero_optimization.param_persistence_threshold", "persist_below", "Elements; auto is 10 x the hidden size.",
+    mapped("zero_optimization.param_persistence_threshold", "persist_below", "Elements; auto leaves ours, 1000.",
            INT, aliases=("zero_optimization.stage3_param_persistence_threshold",)),
     mapped("zero_optimization.prefetch_bucket_size", "prefetch.forward", "0 turns prefetching off; other values are "
            "elements, which has no meaning here.", INT, read=_read_prefetch,

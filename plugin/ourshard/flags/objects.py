@@ -88,13 +88,10 @@ def from_deepspeed_plugin(plugin: Any, auto: Mapping[str, Any] | None = None) ->
     return from_deepspeed(plugin.deepspeed_config, auto, "deepspeed_plugin")
 
 
-def auto_from_training_arguments(
-    args: Any, hidden_size: int | None = None, total_steps: int | None = None
-) -> dict[str, Any]:
+def auto_from_training_arguments(args: Any, total_steps: int | None = None) -> dict[str, Any]:
     """Return what `TrainingArguments` says for DeepSpeed's `"auto"` keys.
 
-    `hidden_size` (the model's) and `total_steps` (optimizer steps) are known later than the arguments; without them the
-    keys that need them are left out.
+    `total_steps` (optimizer steps) is known later than the arguments; without it the keys that need it are left out.
     """
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     values = {
@@ -110,7 +107,6 @@ def auto_from_training_arguments(
         "fp16.enabled": args.fp16 or args.fp16_full_eval,
         "bf16.enabled": args.bf16 or args.bf16_full_eval,
         "world_size": args.world_size,
-        "hidden_size": hidden_size,
     }
     if total_steps is not None:
         values["scheduler.params.total_num_steps"] = total_steps
@@ -118,9 +114,7 @@ def auto_from_training_arguments(
     return values
 
 
-def from_training_arguments(
-    args: Any, hidden_size: int | None = None, total_steps: int | None = None
-) -> FlagResult | None:
+def from_training_arguments(args: Any, total_steps: int | None = None) -> FlagResult | None:
     """Read `fsdp`, `fsdp_config` or `deepspeed` of TrainingArguments; `None` when neither is set.
 
     Raises:
@@ -130,7 +124,7 @@ def from_training_arguments(
     if deepspeed and fsdp:
         raise ValueError("TrainingArguments: fsdp and deepspeed are both set; ourshard reads one of them.")
     if deepspeed:
-        auto = auto_from_training_arguments(args, hidden_size, total_steps)
+        auto = auto_from_training_arguments(args, total_steps)
         return from_deepspeed(deepspeed, auto, "TrainingArguments.deepspeed")
     if not fsdp:
         return None
