@@ -87,6 +87,55 @@ def test_a_whole_save_that_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: 
         assert len(told) == 2
 
 
+def grown(root: str) -> dict[str, Any]:
+    """Save; load before `prepare`, with an option that nothing takes, and into a model that has grown since."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+    from ourshard import ShardPlugin
+
+    def made(layers: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(layers)
+        naming = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True)
+        plugin = ShardPlugin({"stage": 3, "persist_below": 0})
+        accelerator = Accelerator(ourshard_plugin=plugin, project_config=naming)
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(layers)))
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def step(accelerator: Any, model: Any, optimizer: Any) -> None:
+        accelerator.backward(model(torch.ones(2, 5)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    accelerator, model, optimizer = made(2)
+    step(accelerator, model, optimizer)
+    accelerator.save_state()
+    saved = accelerator.get_state_dict(model)
+    folder = f"{root}/checkpoints/checkpoint_0"
+    with pytest.raises(ValueError, match="no model is prepared"):
+        Accelerator(ourshard_plugin=ShardPlugin({"stage": 3})).load_state(folder)
+    with pytest.raises(ValueError, match="without assign"):
+        accelerator.load_state(folder, assign=True)
+    larger = made(3)
+    with pytest.raises(ValueError, match=r"missing: 2\.weight, 2\.bias"):
+        larger[0].load_state()
+    larger[0].load_state(strict=False)
+    now = larger[0].get_state_dict(larger[1])
+    same = [name for name in saved if torch.equal(saved[name], now[name])]
+    step(*larger)
+    counts = sorted(state["step"].item() for state in larger[2].state.values())
+    larger[0].save_state()
+    larger[0].wait_for_everyone()
+    return {"same": same == list(saved), "counts": counts, "folders": sorted(os.listdir(f"{root}/checkpoints"))}
+
+
+def test_a_grown_model_takes_what_is_there_and_numbers_go_on(ranks: Any, tmp_path: Path) -> None:
+    """`strict=False` was ignored, a call before `prepare` loaded nothing, and the next save met its own folder."""
+    for told in ranks(2)(grown, str(tmp_path), timeout=60):
+        assert told["same"]
+        assert set(told["counts"]) == {1.0, 2.0}
+        assert told["folders"] == ["checkpoint_0", "checkpoint_1"]
+
+
 def torn(folder: str) -> tuple[str, bool]:
     """Save over a save, and stop after accelerate's own files; load."""
     from ourshard.checkpoint import running

@@ -91,7 +91,7 @@ def write(
     `client_state` for its own and calls `then`.
     """
     engine = _engine(model)
-    final = Path(folder).absolute()
+    final = Path(folder).expanduser().absolute()
     temporary = commit.temporary_of(final)
     disk = find_disk(engine, final, replace=replace, io=io, several=several_disks)
     lead = disk.leads
@@ -284,6 +284,7 @@ def load(
     weights: bool = True,
     number: int | None = None,
     beside: bool = False,
+    strict: bool = True,
 ) -> Mapping[str, Any]:
     """Load what `save` wrote, at any stage, on any number of ranks; return its `client_state`. Collective.
 
@@ -291,13 +292,14 @@ def load(
     Each rank reads its own rows of masters and moments. Names, shapes and every byte's hash are checked before anything
     is changed. `weights=False` loads the optimizer alone; with None for `optimizer` the weights alone are loaded.
     `number`: which model of the folder, where another engine put several into one. `beside`: the caller reads what lies
-    beside it (random states, positions in the data); else rank 0 says that it is not loaded.
+    beside it (random states, positions in the data); else rank 0 says that it is not loaded. Without `strict`, what
+    one side alone has is left alone: parameters that are not in the folder keep their values, and have no state.
     Raises CheckpointError on every rank, listing what is missing, unexpected, mismatched, or damaged.
     """
     engine = _engine(model)
     BACKGROUND.wait()
     name = Path(folder).name
-    folder = commit.standing(Path(folder).absolute())
+    folder = commit.standing(Path(folder).expanduser().absolute())
     joined = join_disks(engine, folder)
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}", _count(optimizer)):
@@ -311,7 +313,12 @@ def load(
             if source.description.is_adapter_alone:  # the base stays as the script has loaded it
                 portions = [each for each in portions if each.trained or each.name in saved.names]
                 buffers = [each for each in buffers if _buffer_key(source, each) is not None]
-            _refuse_misfits(source, portions, buffers, concerned, saved, extra=with_extra_state(_model(engine)))
+            if not strict:
+                portions = [each for each in portions if each.name in saved.names]
+                buffers = [each for each in buffers if _buffer_key(source, each) is not None]
+            _refuse_misfits(
+                source, portions, buffers, concerned, saved, extra=with_extra_state(_model(engine)), strict=strict
+            )
             if joined is not None:
                 _refuse_elsewhere(source, portions, buffers, saved)
             world = engine.mesh.world
@@ -322,7 +329,7 @@ def load(
                 _load_weights(source, portions, buffers, saved.names)
                 _load_extra_states(engine, source)
             if concerned:
-                stepping.split_uneven(engine, concerned, portions, saved)
+                stepping.split_uneven(engine, concerned, portions_of(engine), saved)
                 stepping.restore(concerned, portions_of(engine), saved)
                 restore_coding(engine, source)
         if weights:
@@ -372,6 +379,7 @@ def _refuse_misfits(
     saved: SavedState,
     *,
     extra: Collection[str],
+    strict: bool,
 ) -> None:
     names = saved.names
     keys = {p.name: TensorKey(PARAM, names[p.name]) if p.name in names else None for p in portions}
@@ -393,7 +401,7 @@ def _refuse_misfits(
     ]
     lists = {
         "missing": [name for name, key in keys.items() if key is None],
-        "unexpected": unexpected,
+        "unexpected": unexpected if strict else [],
         "of another shape": wrong,
         "of a dtype that does not go into the one here": strange,
     }

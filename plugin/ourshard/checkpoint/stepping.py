@@ -127,12 +127,12 @@ class SavedState:
         return cls(source, names, infos)
 
     def tensors(self, name: str) -> Mapping[str, TensorInfo]:
-        """Return the state tensors of a parameter of the model."""
-        return self.infos.get(self.names[name], {})
+        """Return the state tensors of a parameter of the model, which may be new."""
+        return self.infos.get(self.names.get(name, ""), {})
 
     def rest(self, name: str) -> Mapping[str, Any]:
         """Return the state of a parameter that is no tensor."""
-        return self.source.description.param_state.get(self.names[name], {})
+        return self.source.description.param_state.get(self.names.get(name, ""), {})
 
     def keys(self, name: str) -> list[str]:
         """List the state keys of a parameter."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,4 @@ def _look(root: Path) -> tuple[str | None, int]:
     """Return the newest complete checkpoint, and the number after that of the last folder, complete or not."""
     if not root.is_dir():
         return None, 0
-    path = log_skipped("load_after_restart", retention.newest(root))
-    numbers = [int(match[1]) for each in root.iterdir() if (match := re.fullmatch(r"checkpoint_(\d+)", each.name))]
-    return path, max(numbers, default=-1) + 1
+    return log_skipped("load_after_restart", retention.newest(root)), retention.following(root)

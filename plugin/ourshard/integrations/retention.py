@@ -7,6 +7,7 @@ writes; and it counts what a crash left unfinished. Here the old ones go once th
 from __future__ import annotations
 
 import logging
+import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,12 @@ logger = logging.getLogger("ourshard")
 def newest(root: Path) -> commit.Newest:
     """Return the newest complete checkpoint of an Accelerator, and those that were passed over."""
     return commit.newest_complete(root, inner=FOLDER, of_others=problem_of_whole)
+
+
+def following(root: Path) -> int:
+    """Return the number after that of the last folder, complete or not, as accelerate names them."""
+    found = [re.fullmatch(r"checkpoint_(\d+)", each.name) for each in root.iterdir()]
+    return max((int(match[1]) for match in found if match), default=-1) + 1
 
 
 def problem_of_whole(folder: Path) -> str | None:

@@ -110,6 +110,7 @@ class SavingMixin(_Base):
         engine = models.engine_of(model)
         if engine is not None:
             planned_files.refuse_objects(model)
+            save_directory = os.path.expanduser(save_directory)
         safe = kwargs.get("safe_serialization", args[1] if len(args) > 1 else True)
         if engine is not None and safe and not self.project_configuration.save_on_each_node:
 
@@ -148,6 +149,8 @@ class SavingMixin(_Base):
         accelerate has written over its own files of that save, which `load_state` then says.
         """
         engines = self._engines()
+        if output_dir is not None and engines:
+            output_dir = os.path.expanduser(output_dir)  # as `load_state` does
         if engines and engines[0].config.checkpoint.format is not CheckpointFormat.FULL:
             return self._save_sharded(output_dir, *args, **kwargs)
         if not engines:
@@ -223,10 +226,15 @@ class SavingMixin(_Base):
             self._sharded_states = None
             handle.remove()
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` wrote, here or under another engine, on any number of ranks. Collective."""
+    def load_state(self, input_dir: str | None = None, *args: Any, strict: bool = True, **kwargs: Any) -> None:
+        """Load what `save_state` wrote, here or under another engine, on any number of ranks. Collective.
+
+        Without `strict`, sharded models may have other parameters than the folder: those keep what they have. With
+        names that accelerate gives, the next `save_state` gets the number after the last folder's.
+        """
         wait_for_save()
-        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+        naming = input_dir is None and self.project_configuration.automatic_checkpoint_naming
+        if naming:
             input_dir = self._newest_complete()
         folder: list[Path] = []
         sharded: list[int] = []
@@ -234,25 +242,44 @@ class SavingMixin(_Base):
         def load_models(found: list[torch.nn.Module], where: str) -> None:
             """Load what the user's hooks left over; stock accelerate would load rank 0's file into shards."""
             folder.append(Path(where))
-            sharded.extend(self._load_sharded(found, Path(where), optimizers))
+            sharded.extend(self._load_sharded(found, Path(where), optimizers, strict))
             for number in reversed(range(len(found))):
                 if models.engine_of(found[number]) is not None:
                     if self._number_of(found[number]) not in sharded:
-                        api.load_full_state_dict(found[number], read_weights(Path(where), number))
+                        api.load_full_state_dict(found[number], read_weights(Path(where), number), strict)
                     del found[number]
 
+        others = {} if strict else {"strict": False}  # for models that are not sharded
+        self._refuse_load(input_dir, kwargs)
         handle = self.register_load_state_pre_hook(load_models)
         try:
             with self._without_optimizers() as optimizers, self._beside(input_dir):
-                super().load_state(input_dir, *args, **kwargs)
+                super().load_state(input_dir, *args, **others, **kwargs)
         finally:
             handle.remove()
         for number, optimizer in enumerate(optimizers if not sharded else ()):
             optimizer_state.load(optimizer.optimizer, self._engines(), _optimizer_file(folder[0], number))
+        if naming and self._engines():
+            self._number_on()
+
+    def _number_on(self) -> None:
+        following = retention.following(Path(self.project_dir, "checkpoints"))
+        told: list[Any] = self._engines()[0].control.gather_objects(following, "load_state: the next number")
+        self.project_configuration.iteration = max(self.project_configuration.iteration, *told)
+
+    def _refuse_load(self, input_dir: str | None, options: dict[str, Any]) -> None:
+        """Raise ValueError for options that loading sharded models has no use for, and for a call before `prepare`."""
+        unknown = options.keys() - {"load_kwargs", "map_location"}
+        if self._engines() and len(self._engines()) == len(self._models) and unknown:
+            raise ValueError(
+                f"load_state: a sharded model is loaded without {', '.join(sorted(unknown))}; leave it out"
+            )
+        if input_dir is not None and not self._models and is_ours(sharded_folder(Path(input_dir).expanduser(), 0)):
+            raise ValueError(f"load_state: no model is prepared, and {input_dir} holds one: call it after `prepare`")
 
     def _beside(self, input_dir: str | None) -> AbstractContextManager[None]:
         """Return what loads the schedulers and scaler that another engine keeps in files of its own."""
-        folder = Path(input_dir) if input_dir is not None and self._engines() else None
+        folder = Path(input_dir).expanduser() if input_dir is not None and self._engines() else None
         if folder is None or not folder.is_dir() or self._folder_of(folder, 0) != folder:
             return nullcontext()
         return foreign_resume.kept_by_engine(self, folder)
@@ -262,7 +289,9 @@ class SavingMixin(_Base):
         found = retention.newest(Path(self.project_dir, "checkpoints"))
         return None if found.path is None else log_skipped("load_state", found)
 
-    def _load_sharded(self, wanted: list[torch.nn.Module], where: Path, optimizers: list[Any]) -> list[int]:
+    def _load_sharded(
+        self, wanted: list[torch.nn.Module], where: Path, optimizers: list[Any], strict: bool
+    ) -> list[int]:
         """Load models that lie in `where` by rows, weights of `wanted` ones only; return their numbers."""
         found = []
         for engine in self._engines()[:1]:
@@ -273,7 +302,8 @@ class SavingMixin(_Base):
             if models.engine_of(model) is not None and folder is not None:
                 weights = any(each is model for each in wanted)
                 which = number if len(self._models) > 1 and folder == where else None
-                running.load(models.inner(model), optimizers, folder, weights=weights, number=which, beside=True)
+                inner = models.inner(model)
+                running.load(inner, optimizers, folder, weights=weights, number=which, beside=True, strict=strict)
                 found.append(number)
         return found
 
