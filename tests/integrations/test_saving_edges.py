@@ -87,6 +87,39 @@ def test_a_whole_save_that_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: 
         assert len(told) == 2
 
 
+def without_rows(root: str) -> tuple[list[float], list[float]]:
+    """Save whole, and load, a group of which rank 1 has no rows in one unit; return losses that follow each."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    plugin = ShardPlugin({"stage": 3, "persist_below": 0, **FULL})
+    accelerator = Accelerator(ourshard_plugin=plugin)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    groups = [{"params": [p for p in model.parameters() if p.dim() == dim]} for dim in (1, 2)]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(groups, lr=0.1))
+
+    def steps() -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(model(torch.ones(2, 5)).square().sum())
+            accelerator.backward(losses[-1])
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    steps()
+    accelerator.save_state(root)
+    after = steps()
+    accelerator.load_state(root)
+    return after, steps()
+
+
+def test_a_group_of_which_a_rank_has_no_rows_comes_back_from_a_whole_save(ranks: Any, tmp_path: Path) -> None:
+    for saved, loaded in ranks(2)(without_rows, str(tmp_path), timeout=60):
+        assert saved == loaded
+
+
 def grown(root: str) -> dict[str, Any]:
     """Save; load before `prepare`, with an option that nothing takes, and into a model that has grown since."""
     from accelerate import Accelerator

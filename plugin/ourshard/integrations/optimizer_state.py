@@ -252,7 +252,9 @@ def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
         shape = lane.parameters[pieces[0].position].shape
         if in_rows and isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0:
             parts = [_own_rows(states[key], piece) for states, piece in zip(whole, pieces, strict=True)]
-            state[key] = torch.cat(parts).to(stepped.device).view(stepped.shape)
+            own = torch.cat(parts)
+            # Without rows here, what is stepped is one element that stays zero.
+            state[key] = (own if own.numel() else own.new_zeros(stepped.shape)).to(stepped.device).view(stepped.shape)
         else:
             state[key] = value
             if isinstance(value, torch.Tensor):
