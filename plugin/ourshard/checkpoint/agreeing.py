@@ -25,7 +25,7 @@ def together(engine: Engine, label: str, alike: str = "") -> Iterator[None]:
         error = problem
     told = None
     if error is not None:
-        told = _Failure(f"{label}: {type(error).__name__}: {error}", isinstance(error, (OSError, DiskError)))
+        told = Failure.of(error, label)
     try:
         engine.control.meet(label)  # the slowest disk may take longer than a collective may wait
         failures = engine.control.gather_objects(told, label)
@@ -36,13 +36,25 @@ def together(engine: Engine, label: str, alike: str = "") -> Iterator[None]:
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):
-        if isinstance(failure, _Failure):
-            kind = DiskError if failure.of_disk else CheckpointError
-            raise kind(f"{failure.text} (found on rank {rank})")
+        if isinstance(failure, Failure):
+            raise failure.on(rank, "found on").error()
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """What a rank tells the others."""
 
     text: str
     of_disk: bool
+
+    @classmethod
+    def of(cls, error: Exception, label: str) -> Failure:
+        """Tell of an error in what `label` says."""
+        return cls(f"{label}: {type(error).__name__}: {error}", isinstance(error, OSError))
+
+    def on(self, rank: int, how: str) -> Failure:
+        """Say where it was."""
+        return self._replace(text=f"{self.text} ({how} rank {rank})")
+
+    def error(self) -> CheckpointError:
+        """Return what to raise."""
+        return (DiskError if self.of_disk else CheckpointError)(self.text)

@@ -32,7 +32,7 @@ from ourshard.runtime.control import PATIENCE
 from ourshard.runtime.mesh import host_group
 from ourshard.runtime.optim import engines_of
 
-from .source import CheckpointError
+from .agreeing import Failure
 from .staging import Staging
 
 logger = logging.getLogger("ourshard")
@@ -48,7 +48,7 @@ class Background:
     def __init__(self) -> None:
         self.staging = Staging()
         self._thread: threading.Thread | None = None
-        self._error: str | None = None
+        self._error: Failure | None = None
         self._steps = _Steps()
 
     @property
@@ -64,12 +64,12 @@ class Background:
         self._steps.end()
         error, self._error = self._error, None
         if error is not None:
-            raise CheckpointError(error)
+            raise error.error()
 
     def exit(self) -> None:
         """End the process with 1 if the last save failed and nobody was told by an exception. The thread is through."""
         if self._error is not None:
-            print(f"ourshard: {self._error}. No checkpoint was written since; ending with 1.", file=sys.stderr)
+            print(f"ourshard: {self._error.text}. No checkpoint was written since; ending with 1.", file=sys.stderr)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(1)
@@ -91,15 +91,16 @@ class Background:
         self._steps.begin()
 
         def run() -> None:
-            error = _agree(group, _attempt(write), f"writing {name}")
+            error = _agree(group, _attempt(write, f"background save: writing {name}"))
             if error is None:
-                error = _agree(group, _attempt(publish) if publish else None, f"committing {name}")
+                committing = _attempt(publish, f"background save: committing {name}") if publish else None
+                error = _agree(group, committing)
             if error is not None:
-                self._error = f"background save: {error}"
-                logger.error("%s; training goes on, and the checkpoint before is intact.", self._error)
-                self._steps.tell(group, self._error)
+                self._error = error
+                logger.error("%s; training goes on, and the checkpoint before is intact.", error.text)
+                self._steps.tell(group, error.text)
                 if abandon:
-                    _attempt(abandon)
+                    _attempt(abandon, "clearing up")
             else:
                 self._steps.end()
 
@@ -134,7 +135,7 @@ class _Steps:
             made: list[Any] = [self._made]
             if group is not None:
                 made *= dist.get_world_size(group)
-                if _attempt(lambda: dist.all_gather_object(made, self._made, group=group)):
+                if _attempt(lambda: dist.all_gather_object(made, self._made, group=group), "which step"):
                     made = [self._made]  # ranks have gone
             self._warn_at, self._text = max(made) + 1, text
 
@@ -149,25 +150,24 @@ class _Steps:
             warnings.warn(f"{self._text}; training goes on without it", SaveWarning, stacklevel=2)
 
 
-def _attempt(action: Callable[[], None]) -> str | None:
+def _attempt(action: Callable[[], None], label: str) -> Failure | None:
     try:
         action()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return Failure.of(error, label)
     return None
 
 
-def _agree(group: dist.ProcessGroup | None, error: str | None, label: str) -> str | None:
+def _agree(group: dist.ProcessGroup | None, error: Failure | None) -> Failure | None:
     """Return the first rank's error, the same on all ranks; one of its own where the others are gone."""
-    errors: list[str | None] = [error]
+    errors: list[Failure | None] = [error]
     if group is not None:
         errors = [None] * dist.get_world_size(group)
         try:
             dist.all_gather_object(errors, error, group=group)
         except Exception as problem:
-            return f"{label}: {error or f'no word from all ranks: {problem}'}"
-    found = next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
-    return None if found is None else f"{label}: {found[1]} (on rank {found[0]})"
+            return error or Failure(f"background save: no word from all ranks: {problem}", False)
+    return next((each.on(rank, "on") for rank, each in enumerate(errors) if each is not None), None)
 
 
 BACKGROUND = Background()

@@ -292,10 +292,18 @@ def _newest_first(root: Path, inner: str, of_others: OfOthers | None) -> Iterato
             problem = of_others(folder)
         if state == "writing":
             problem = "the save was not finished"
-        order = (int(number[1]) if number else -1, own.stat().st_mtime_ns if has_manifest else 0)
+        order = (int(number[1]) if number else -1, _time_of(own) if has_manifest else 0)
         found.append((order, folder, problem))
     for _, folder, problem in sorted(found, key=lambda item: item[0], reverse=True):
         yield folder, problem
+
+
+def _time_of(folder: Path) -> int:
+    """Return when a folder was last changed; 0 if it has just gone."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _own(folder: Path, inner: str) -> Path:

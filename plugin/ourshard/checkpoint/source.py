@@ -44,8 +44,11 @@ class CheckpointError(ValueError):
     """A checkpoint that is incomplete, damaged, hostile, or not what it was asked to be. Names the file or the key."""
 
 
-class DiskError(CheckpointError):
-    """A save or a load that failed on some rank's disk; what was there before is as it was."""
+class DiskError(CheckpointError, OSError):
+    """A save or a load that failed on another rank's disk, or in the background; what was there before is as it was.
+
+    It is an OSError, as what the rank with that disk raises: which rank meets it first is chance.
+    """
 
 
 class TensorKey(NamedTuple):

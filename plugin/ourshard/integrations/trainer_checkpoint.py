@@ -24,7 +24,7 @@ from ourshard.checkpoint import commit, running
 from ourshard.checkpoint.agreeing import together
 from ourshard.checkpoint.background import BACKGROUND
 from ourshard.checkpoint.sharded import ShardedSource, is_ours
-from ourshard.checkpoint.source import CheckpointError, DiskError
+from ourshard.checkpoint.source import CheckpointError
 from ourshard.config import WhenBusy
 from ourshard.integrations import beside_files, models
 from ourshard.integrations.beside_files import FILES, files_problem
@@ -89,7 +89,7 @@ def save(method: Method, trainer: Any, engine: Engine, model: Any, trial: Any) -
             then=functools.partial(_clear_up, folder.absolute(), limit, [Path(kept).absolute()] if kept else []),
             several_disks=trainer.args.save_on_each_node,
         )
-    except (OSError, DiskError) as error:
+    except OSError as error:
         if trainer.state.best_model_checkpoint == str(folder):
             trainer.state.best_model_checkpoint = best
         _say_lost(trainer, f"{folder}: {error}")
