@@ -69,6 +69,11 @@ def test_norms_of_order_1_2_3_and_inf_are_those_of_one_process_and_the_same_on_a
     assert all(other == norms[0] for other in norms)
 
 
+def test_norms_of_gradients_on_the_host_are_those_of_the_order_that_is_asked_for(ranks):
+    """The norm of order 2 of each is known from when it went there."""
+    ranks(2)(clip_each_way, {**CONFIGS["stage 3"], "offload": {"optimizer": "cpu"}})
+
+
 def clip_values(config: dict[str, Any]) -> None:
     from ourshard import clip_grad_value_
 

@@ -221,3 +221,25 @@ def test_what_can_not_overlap_is_refused_with_the_reason(offload, stage, said):
 
     with pytest.raises(ValueError, match=said):
         ShardConfig.from_dict({"stage": stage, "offload": {**offload, "overlap_step": True}})
+
+
+def left_out(config: dict[str, Any]) -> list[float]:
+    """Clip all gradients and step every second parameter; return what is left of those of the others, by parameter."""
+    from ourshard import clip_grad_norm_, shard_model
+
+    model = shard_model(toy(), config)
+    handles = list(model.parameters())
+    optimizer = adamw(handles[::2])
+    others = [(handle._lane, handle._position) for handle in handles[1::2] if hasattr(handle, "_lane")]
+    for number in range(2):  # the first step adopts
+        model.zero_grad()
+        square_loss(model, part(joined(number))).backward()
+        clip_grad_norm_(model, 1e-3)
+        optimizer.step()
+    return [lane.local_gradient_rows(position).abs().sum().item() for lane, position in others]
+
+
+def test_gradients_that_no_optimizer_steps_are_clipped_too(ranks):
+    for here, there in zip(ranks(2)(left_out, HERE), ranks(2)(left_out, THERE), strict=True):
+        assert 0 < sum(here) < 1e-2
+        assert there == pytest.approx(here, rel=1e-5, abs=1e-12)
