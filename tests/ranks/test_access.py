@@ -39,6 +39,9 @@ class Crossed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale + add_row(x, self.table)
         x = x + self.listed[0] + self.listed[1] * self.mapped["a"]
+        other = self.blocks[1].up.weight
+        x = x + other.data.abs().mean() + other.detach().float().square().mean()  # no gradient
+        x = x + 0.1 * (other.double().mean() + other.to(x.device, torch.float64).square().mean()).float()
         x = self.blocks[0](x)
         x = F.linear(x, self.blocks[1].down.weight @ self.blocks[1].down.weight.t())  # 2-d, of a unit not yet run
         x = x + self.blocks[0].norm.bias  # 1-d: a stand-in of one element would broadcast

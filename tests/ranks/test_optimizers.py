@@ -235,3 +235,29 @@ def test_a_users_own_optimizer_works_or_is_refused_by_what_it_does(ranks, config
     """X08: the probe sees that a norm over a whole matrix is another over a part of it."""
     for message in ranks(2)(own_optimizer, config):
         assert ("Normed" in message) == (config["stage"] > 0)
+
+
+def step_in_backward(config: dict[str, Any]) -> str:
+    """Give each parameter an optimizer, which a hook steps as soon as the gradient is there."""
+    from ourshard import shard_model
+
+    model = shard_model(toy(), config)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def hook(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+        optimizers[parameter].step()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(RuntimeError) as caught:
+        square_loss(model, part(joined(0))).backward()
+    return str(caught.value)
+
+
+@EVERY
+def test_a_step_inside_of_a_backward_is_refused_on_every_rank(ranks, config):
+    """The hook gets the user's parameter, with this rank's gradient; ranks would step by gradients that differ."""
+    for message in ranks(2)(step_in_backward, config):
+        assert "inside of a backward" in message

@@ -17,6 +17,7 @@ Every torch function that meets a handle goes through `__torch_function__`:
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,8 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 class ShardParameter(Resting, nn.Parameter):
     """A parameter at rest: Note [Handles]. Made from an existing parameter by `become_handle`."""
 
+    _heard = False  # a hook of the user that runs after its gradient has arrived has it
+
     @property
     def local(self) -> torch.Tensor:
         """Return this rank's rows of the master, a view of shape (rows, ...); (0, ...) where this rank has none."""
@@ -142,11 +145,14 @@ class ShardParameter(Resting, nn.Parameter):
 
     @property
     def grad(self) -> Any:  # type: ignore[override]
-        """Return a handle of the gradient, or None when there is none."""
-        return self._lane.gradient_handle(self._position)
+        """Return a handle of the gradient, or None when there is none; in a hook what this rank has got so far."""
+        return self.leaf.grad if self._heard else self._lane.gradient_handle(self._position)
 
     @grad.setter
     def grad(self, value: Any) -> None:
+        if self._heard:
+            self.leaf.grad = value
+            return
         own = isinstance(value, ShardGradient) and (value._lane, value._position) == (self._lane, self._position)
         if own:
             return  # as `p.grad *= 2` ends
@@ -200,7 +206,7 @@ class ShardParameter(Resting, nn.Parameter):
             if found is None:
                 raise RuntimeError(leaf._advice(f"computing with {name!r}"))
             units.add(unit)
-            return found
+            return found if leaf.requires_grad else found.detach()  # as it is of `.data` and `.detach()`
 
         args, kwargs = tree_map(whole, (args, kwargs))
         result = func(*args, **kwargs)
@@ -214,6 +220,9 @@ class ShardParameter(Resting, nn.Parameter):
             like = func(torch.empty((), dtype=self.dtype, device=self.device), *args[1:], **kwargs)
         if not isinstance(like, torch.Tensor):
             return like
+        engine = self._lane.unit.engine
+        if not engine.gathered_depth and engine.may_gather():
+            return self._compute(func, args, kwargs)
         if like.device != self.device:
             raise RuntimeError(
                 f"{self._lane.name_of(self._position)!r} is sharded on {self.device} and can't move to "
@@ -222,7 +231,8 @@ class ShardParameter(Resting, nn.Parameter):
         if like.dtype == self.dtype:
             return self
         with torch._C.DisableTorchFunctionSubclass():
-            twin = nn.Parameter(placeholder(tuple(self.shape), like.dtype, self.device), requires_grad=False)
+            needs_grad = self.requires_grad and (like.is_floating_point() or like.is_complex())
+            twin = nn.Parameter(placeholder(tuple(self.shape), like.dtype, self.device), requires_grad=needs_grad)
         twin.__class__ = ShardParameter
         twin._lane, twin._position = self._lane, self._position  # type: ignore[attr-defined]
         return twin
@@ -327,6 +337,24 @@ def _in_surgery() -> bool:
     return False
 
 
+def hears_of(handle: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Return a hook for a leaf that shows the user's hook the user's parameter, with the gradient of the leaf."""
+    reference = weakref.ref(handle)
+
+    def on_leaf(leaf: torch.Tensor) -> None:
+        own = reference()
+        if not isinstance(own, ShardParameter):
+            hook(leaf if own is None else own)
+            return
+        own._heard = True
+        try:
+            hook(own)
+        finally:
+            own._heard = False
+
+    return on_leaf
+
+
 def _leaf_of(value: Any) -> Any:
     return value.leaf if isinstance(value, ShardParameter) else value
 
@@ -339,7 +367,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _T.__format__: lambda self, *_: self._describe(),
     _T.__hash__: id,
     _T.register_hook: lambda self, hook: self.leaf.register_hook(hook),
-    _T.register_post_accumulate_grad_hook: lambda self, hook: self.leaf.register_post_accumulate_grad_hook(hook),
+    _T.register_post_accumulate_grad_hook: lambda self, hook: self.leaf.register_post_accumulate_grad_hook(
+        hears_of(self, hook)
+    ),
     _T.copy_: ShardParameter._copy,
     _T.detach: ShardParameter._detached,
     GET_DATA: ShardParameter._detached,

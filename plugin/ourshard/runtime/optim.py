@@ -268,6 +268,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for engine in ENGINES:
         engine.land_masters()
     bring_up_to_date(optimizer)
+    _refuse_in_backward(optimizer)
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
         _refuse_scaler_of_torch(optimizer)
@@ -290,6 +291,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     loan.open()
     elif lanes:
         known.by_lane = StepByLane(optimizer, lanes)
+
+
+def _refuse_in_backward(optimizer: Optimizer) -> None:
+    """Refuse a step that a hook makes as soon as it has a gradient: other ranks have not added theirs."""
+    inside = torch._C._current_graph_task_id() != -1
+    if inside and any(engine.phase_is_backward and engine.mesh.world.size > 1 for engine in engines_of(optimizer)):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.step() was called inside of a backward, by a hook on a gradient (an optimizer "
+            "in backward): the gradients of other ranks are not in it yet, and ranks would part. Make one optimizer, "
+            "and step it after `backward`; at stages 2 and 3 a rank holds but its part of the gradients then."
+        )
 
 
 def _refuse_scaler_of_torch(optimizer: Optimizer) -> None:
