@@ -296,6 +296,8 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard3_offload_params_disk": _ourshard(
         stage=3, offload={"optimizer": "cpu", "params": "nvme", "nvme_path": DISK, "overlap_step": True}
     ),
+    "ourshard3_recomputed": _ourshard(stage=3, activation_checkpointing=True),
+    "ourshard3_offload_inputs": _ourshard(stage=3, activation_checkpointing=True, offload={"activations": "cpu"}),
     "ourshard3_offload_half": _ourshard(stage=3, offload={"optimizer": "cpu", "optimizer_ratio": 0.5}),
     "ourshard3_offload_all_part": _ourshard(
         stage=3, offload={"optimizer": "cpu", "params": "cpu", "optimizer_ratio": RATIO}

@@ -28,6 +28,7 @@ logger = logging.getLogger("ourshard")
 MB = 10**6
 AGREE = {"agree_ms": Spent.AGREE}
 WAITS = {"exposed_gather_ms": Spent.GATHER, "exposed_reduce_ms": Spent.REDUCE, **AGREE}
+INPUTS = {"exposed_input_ms": Spent.INPUT}  # where inputs of units are on the host
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Window:
     seconds: float = 0.0  # of steps with their data; evaluations and saves are left out
     tokens: int = 0
     flops: float = 0.0
-    waits: dict[str, float] = field(default_factory=dict)  # seconds, by the names of `WAITS`
+    waits: dict[str, float] = field(default_factory=dict)  # seconds, by the names of `WAITS` and `INPUTS`
     wire: dict[str, int] = field(default_factory=dict)  # bytes, by "collective/axis"
     memory: dict[str, int] = field(default_factory=dict)  # most bytes at once so far, by kind
 
@@ -188,6 +189,8 @@ class ShardMonitorCallback(ShardTrainerCallback):
             totals, wire = engine.measuring.meter.totals(), Counter(engine.ledger.wire if engine.ledger else {})
             spent = since(totals, self._before[0])
             kinds = AGREE if engine.config.cuda_graph else WAITS  # within a replay nothing can be measured
+            if engine.inputs is not None:
+                kinds = kinds | INPUTS
             mine.waits = {name: seconds_of(spent, kind) for name, kind in kinds.items()}
             mine.wire = dict(wire - self._before[1])
             mine.memory = dict(engine.ledger.peak) if engine.ledger else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from ourshard.trainer_callbacks.monitor import WAITS
+from ourshard.trainer_callbacks.monitor import INPUTS, WAITS
 
 NAME = "shard_monitor"
 Row = dict[str, float]
@@ -44,7 +44,7 @@ def draw(rows: list[Row], wire: dict[str, float]) -> Figure:
         _curves(next(panels), "share of the peak (mfu)", rows, ("mfu",))
     else:
         _curves(next(panels), "a step, ms", rows, ("step_ms",))
-    _curves(next(panels), "waiting, ms a step", rows, WAITS)
+    _curves(next(panels), "waiting, ms a step", rows, (*WAITS, *INPUTS))
     memory = {name[len("memory_") : -len("_mb")]: rows[-1][name] for name in rows[-1] if name.startswith("memory_")}
     _bars(next(panels), "most held at once, MB", memory)
     _bars(next(panels), "on the wire, MB a step", {name: number / 1e6 for name, number in wire.items()})

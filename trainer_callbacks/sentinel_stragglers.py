@@ -9,6 +9,7 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.meter import Spent, Totals, seconds_of, since
 
 STEPS = 5  # that are measured for one comparison
+_OWN = (Spent.UNIT, Spent.PHASE, Spent.INPUT)  # what a rank spends by itself, whatever the others do
 
 
 class StragglerWatch:
@@ -32,13 +33,15 @@ class StragglerWatch:
         On a GPU the last events may be on their way; they are left out, and nobody waits for them.
         """
         spent = since(self._meter.totals(), self._before)
-        own = {_name(*key): seconds / steps for key, seconds in spent.items() if key[0] in (Spent.UNIT, Spent.PHASE)}
+        own = {_name(*key): seconds / steps for key, seconds in spent.items() if key[0] in _OWN}
         waited = seconds_of(spent, Spent.GATHER, Spent.REDUCE, Spent.AGREE) / steps
         told: list[Any] = self._engine.control.gather_objects((own, waited), "sentinel: stragglers")
         return compare([each for each, _ in told], [each for _, each in told], factor)
 
 
 def _name(kind: Spent, label: str) -> str:
+    if kind is Spent.INPUT:
+        return "waiting for inputs of units from the host"
     return f"unit {label}" if kind is Spent.UNIT else f"the {label} outside of units"
 
 

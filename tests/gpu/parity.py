@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ourshard.config import ShardConfig
-from ourshard.runtime import peer
+from ourshard.runtime import inputs, peer
 from ourshard.runtime.api import clip_grad_norm_, engine_of, full_state_dict, shard_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -118,6 +118,7 @@ def sharded(
     sizes = peer._sizes
     if options.pop("small_arena", False):  # units go through NCCL, the root through the arena in pieces
         peer._sizes = lambda units: (sizes(units)[0], 2**16)
+    inputs.LEAST_NBYTES = 1  # those of this model are small
     model = build(device)
     if checkpoint is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoint})
@@ -210,6 +211,11 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
     below = {"params": "nvme", "nvme_path": disk["nvme_path"]}
     found += [{"stage": 3, "offload": {**below, **more}} for more in ({}, behind, disk, {**disk, "windows": 2})]
     found += [{"stage": 1}] * repeats
+    recomputed: dict[str, Any] = {"activation_checkpointing": True}
+    there = {"activations": "cpu"}
+    found += [{"stage": stage, **recomputed, "offload": there} for stage in range(4)]
+    found += [{"stage": 3, **recomputed, "offload": {**there, "pin_memory": False}}]
+    found += [{"stage": 3, **recomputed, "offload": {**there, **host, "params": "cpu"}}]
     copies = 1 if dist.get_world_size() == 2 else 2
     over_all = {"shard_size": copies, "shard_optimizer_over": "all"}
     found += [{"stage": stage, **over_all} for stage in (1, 2, 3)]

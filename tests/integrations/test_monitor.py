@@ -67,6 +67,7 @@ def test_trackers_get_the_same_figures_on_all_ranks_and_the_losses_stay(ranks: A
         weights = 32 * 32 * 4 * 2 + 3 * 32 * 77 * 2 + VOCAB * 32  # projections, MLPs, head
         flops = tokens * (6 * weights + 12 * 2 * 32 * LENGTH)
         assert log["mfu"] == pytest.approx(flops / seconds / 2e9)
+        assert "exposed_input_ms" not in log
         assert 0 < log["exposed_gather_ms"] + log["exposed_reduce_ms"] + log["agree_ms"] < log["step_ms"]
         assert log["memory_master_mb"] > 0
         assert log["wire_mb"] == pytest.approx(sum(first["wire"].values()) / 1e6, rel=0.01)  # no evaluation in it
@@ -75,11 +76,13 @@ def test_trackers_get_the_same_figures_on_all_ranks_and_the_losses_stay(ranks: A
 
 @pytest.mark.ranks
 def test_the_summary_is_a_picture_and_a_page_of_rank_0(ranks: Any, tmp_path: Path) -> None:
-    ranks(2)(ranked, str(tmp_path), True)
+    on_host = {"activation_checkpointing": True, "offload": {"activations": "cpu"}}
+    ranks(2)(ranked, str(tmp_path), True, **on_host)
     picture = (tmp_path / "shard_monitor.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     page = (tmp_path / "shard_monitor.html").read_text()
-    for word in ("tokens_per_second", "mfu", "exposed_gather_ms", "memory_slot_mb", "all_gather/shard", "grad_norm"):
+    waits = ("exposed_gather_ms", "exposed_input_ms")
+    for word in ("tokens_per_second", "mfu", *waits, "memory_slot_mb", "all_gather/shard", "grad_norm"):
         assert f"<td>{word}" in page
 
 
