@@ -112,7 +112,14 @@ def without_rows(root: str) -> tuple[list[float], list[float]]:
     accelerator.save_state(root)
     after = steps()
     accelerator.load_state(root)
-    return after, steps()
+    loaded = steps()
+    accelerator.free_memory()
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))
+    groups = [{"params": [p for p in model.parameters() if p.dim() == dim]} for dim in (1, 2)]
+    accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"SGD has .*momentum.*: the state is of another kind of optimizer"):
+        accelerator.load_state(root)
+    return after, loaded
 
 
 def test_a_group_of_which_a_rank_has_no_rows_comes_back_from_a_whole_save(ranks: Any, tmp_path: Path) -> None:

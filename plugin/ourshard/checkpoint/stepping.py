@@ -176,7 +176,7 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
             f"{', '.join(strange[:5]) or 'none'}; build the optimizer as it was built when the state was saved"
         )
     elif saved.source.is_own:
-        yield from _other_kinds(optimizers, known_groups)
+        yield from other_kinds(optimizers, known_groups)
     stepped = {name for group in mine for name in group} & saved.names.keys()
     for portion in portions:
         for info in saved.tensors(portion.name).values() if portion.name in stepped else ():
@@ -184,7 +184,7 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
                 yield f"{info.key} has shape {info.shape}, its parameter {portion.shape}"
 
 
-def _other_kinds(optimizers: Sequence[Optimizer], known: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def other_kinds(optimizers: Sequence[Optimizer], known: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the groups that an optimizer of another kind had; torch's versions differ on one side alone."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     for number, ((optimizer, group), values) in enumerate(zip(groups, known, strict=True)):

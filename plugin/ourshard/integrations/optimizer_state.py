@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from ourshard.checkpoint.coding import begin_anew
+from ourshard.checkpoint.stepping import other_kinds
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import Run, put_away
@@ -216,6 +217,8 @@ def _check_groups(optimizer: Optimizer, engines: Sequence[Engine], saved: list[d
             f"load_state: {path} has {len(known)} parameter groups, the optimizer {len(mine)}; not in the same group "
             f"there: {', '.join(strange[:5]) or 'none'}. Build the optimizer as it was built when the state was saved."
         )
+    for problem in other_kinds([optimizer], saved):
+        raise ValueError(f"load_state: nothing of {path} was loaded: {problem}")
 
 
 def _split_uneven(optimizer: Optimizer, engines: Sequence[Engine], state: dict[str, State]) -> None:
