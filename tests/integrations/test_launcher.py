@@ -90,11 +90,18 @@ def test_torchrun_and_the_environment_are_enough(who):
 def test_the_launcher_run_as_a_module_takes_an_fsdp_file_over_by_the_switch(who, config_file):
     path = config_file(
         distributed_type="FSDP",
-        fsdp_config={"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": False},
+        fsdp_config={
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": False,
+            "fsdp_offload_params": False,
+            "fsdp_use_orig_params": True,
+        },
     )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path]
     command += ["--main_process_port", str(free_port()), who]
-    told = workers(run_cli(command, env={"ACCELERATE_USE_OURSHARD": "true"}).stdout)
+    result = run_cli(command, env={"ACCELERATE_USE_OURSHARD": "true"})
+    assert result.stderr.count("fsdp_use_orig_params: no meaning here: Parameters always keep their identity") == 1
+    told = workers(result.stdout)
     assert [(worker["processes"], worker["ours"], worker["ACCELERATE_USE_FSDP"]) for worker in told] == [
         (2, True, None)
     ] * 2
@@ -126,6 +133,10 @@ def test_a_bad_section_ends_the_launcher_with_one_line_before_any_process_starts
         ({"distributed_type": "XLA", "ourshard_config": {}}, "XLA cannot be sharded by ourshard"),
         ({"fsdp_config": {"fsdp_reshard": True}}, "Unknown FSDP key"),
         (
+            {"mixed_precision": "bf16", "deepspeed_config": {"fp16": {"enabled": True}}},
+            r"mixed_precision: .*config.yaml gives 'bf16', but .*fp16.enabled=True gives 'fp16'",
+        ),
+        (
             {"ourshard_config": {"stage": 1}, "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}},
             "Neither overrides",
         ),
@@ -135,6 +146,14 @@ def test_a_bad_section_is_a_value_error_of_one_line_to_callers(config_file, keys
     with pytest.raises(ValueError, match=line) as caught:
         config_args.load_config_from_file(str(config_file(**keys)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("own", [None, "no", False, "bf16"])
+def test_the_bf16_block_of_a_deepspeed_file_decides_where_the_config_does_not(config_file, own):
+    """`accelerate config` writes `mixed_precision: 'no'` beside it."""
+    keys = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"hf_ds_config": {"bf16": {"enabled": True}}}}
+    path = config_file(**keys, ourshard_config={}, mixed_precision=own)
+    assert config_args.load_config_from_file(str(path)).mixed_precision == "bf16"
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "config.json"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,12 @@ def _was(origin: str) -> str:
     return origin.rpartition(": ")[2]
 
 
-def elsewhere(result: FlagResult) -> tuple[str, ...]:
-    """Say which settings of the old file belong to Accelerate, the Trainer or the script, and where they go."""
-    said = {key: value for key, value in result.run.said.items() if key in _HINTS}
+def elsewhere(result: FlagResult, handed_over: Collection[str] = ()) -> tuple[str, ...]:
+    """Say which settings of the old file belong to Accelerate, the Trainer or the script, and where they go.
+
+    Those that somebody hands over are left out.
+    """
+    said = {key: value for key, value in result.run.said.items() if key in _HINTS and key not in handed_over}
     return tuple(f"{key} = {value!r} is not part of the config: {_HINTS[key]}." for key, value in said.items())
 
 

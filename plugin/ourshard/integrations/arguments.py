@@ -13,6 +13,7 @@ from ourshard.flags.objects import from_deepspeed_plugin, from_fsdp_plugin
 from ourshard.flags.result import FlagResult, merge
 from ourshard.flags.sources import from_environment
 from ourshard.integrations import switch
+from ourshard.integrations.notes import say_once
 from ourshard.integrations.plugin import ShardPlugin
 
 _FOREIGN = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
@@ -42,6 +43,7 @@ def take_plugin(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin:
         return explicit
     result = merge([result, from_environment()])
     _apply_run(result, kwargs)
+    say_once(result.notes)
     clipping = result.run.gradient_clipping or float(os.environ.get(switch.GRADIENT_CLIPPING, "0")) or None
     return ShardPlugin(result.config, gradient_clipping=clipping)
 

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ourshard.flags import sources
-from ourshard.flags.result import FlagResult, merge
+from ourshard.flags.result import RUN, FlagResult, disagreement, merge
 from ourshard.integrations.switch import SWITCH, ConfigError, flag
 
 NAME = "OURSHARD"
@@ -102,11 +102,19 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"distributed_type: {yaml_type} cannot be sharded by ourshard; use {NAME}.")
     written = values.get("ourshard_config")
     section = Section(written, yaml_type, read_sections(values))
-    run = section.result.run
     resolved = {**values, "distributed_type": "MULTI_GPU", "ourshard_config": section}
-    if run.mixed_precision and not values.get("mixed_precision"):
-        resolved["mixed_precision"] = run.mixed_precision
+    if section.result.run.mixed_precision:
+        resolved["mixed_precision"] = _mixed_precision(values.get("mixed_precision"), section.result)
     return resolved
+
+
+def _mixed_precision(own: Any, result: FlagResult) -> str:
+    """Return what the `bf16` or `fp16` block of DeepSpeed says, beside the file's own `mixed_precision`."""
+    said = str(result.run.mixed_precision)
+    if own not in (None, False, "", "no", said):  # YAML reads a bare `no` as false
+        origin = result.origins[f"{RUN}mixed_precision"]
+        raise ConfigError(disagreement("mixed_precision", own, _file.get() or "the config file", said, origin))
+    return said
 
 
 def read_sections(values: Mapping[str, Any]) -> FlagResult:

@@ -14,7 +14,9 @@ from typing import Any
 
 from ourshard.flags.result import FlagResult, merge
 from ourshard.flags.sources import for_environment, from_environment
+from ourshard.flags.translate import elsewhere
 from ourshard.integrations.cluster_config import Section
+from ourshard.integrations.notes import say_once
 from ourshard.integrations.switch import GRADIENT_CLIPPING, SWITCH, ConfigError, flag
 
 logger = logging.getLogger("ourshard")
@@ -23,6 +25,7 @@ Environment = dict[str, str]
 # Read by accelerate itself in the workers, which would set up the other engine.
 _OTHER_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _ON_CPU = "ACCELERATE_USE_CPU"
+_HANDED_OVER = ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping")  # of a run's settings
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # see `_let_ranks_restart` in `_ourshard_autoload`
 
 
@@ -125,6 +128,8 @@ def _check_sizes(result: FlagResult, args: Namespace) -> None:
 
 def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) -> None:
     """Write the switch and the config to the workers' environment."""
+    if not args.machine_rank:  # the first machine, or the only one
+        say_once([*wanted.notes, *elsewhere(wanted, _HANDED_OVER)])
     for name in _OTHER_ENGINES:
         environment.pop(name, None)
     environment[SWITCH] = "true"

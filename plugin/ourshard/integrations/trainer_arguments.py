@@ -10,7 +10,6 @@ Accelerator of the process from then on, as after `ourshard.enable`.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,8 @@ from ourshard.flags.objects import from_training_arguments
 from ourshard.flags.result import RUN, FlagResult, from_values, merge
 from ourshard.flags.sources import from_environment, read
 from ourshard.integrations import switch
+from ourshard.integrations.notes import say_once
 from ourshard.integrations.plugin import ShardPlugin
-
-logger = logging.getLogger("ourshard")
 
 # The plugin that this module put in force, and what had been said before: the next arguments start from there.
 _made: tuple[ShardPlugin, FlagResult] | None = None
@@ -98,8 +96,7 @@ def finish(post_init: Callable[[Any], None], args: Any) -> None:
         return
     own = [_own(args)] if isinstance(args, ShardTrainingArguments) else []
     _put_in_force(merge([_of_engine(result), *own], complete=False))
-    for note in result.notes:
-        logger.info("%s", note)
+    say_once(result.notes)
 
 
 def _of_engine(result: FlagResult) -> FlagResult:
