@@ -17,6 +17,7 @@ from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_direct import DirectGradients, dense
+from ourshard.runtime.lane_views import WholeViews
 from ourshard.runtime.late import LateDivision
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _is_there = functools.partial(operator.is_not, None)  # for `map`: on the host a generator's turns count
 
 
-class Lane(DirectGradients):
+class Lane(WholeViews, DirectGradients):
     """One lane of one unit: the buffers, and the gradients that pass through."""
 
     def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter], reduce_dtype: torch.dtype) -> None:
@@ -50,7 +51,7 @@ class Lane(DirectGradients):
         self.late = LateDivision(self)
         self.known_norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
         self.in_pieces = False  # `arriving` goes through the arena in pieces
-        self._lent_views: tuple[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] | None = None
+        self._lent_views = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self._arriving_kind = Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
         self._shown: set[int] = set()  # positions whose whole parameter had its gradient set here
@@ -125,51 +126,6 @@ class Lane(DirectGradients):
         if views:
             (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(views, found)
         return found
-
-    def _whole_views(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return `whole_view` of every parameter, and what is between; made once for a buffer that comes back."""
-        where = (buffer.data_ptr(), buffer.dtype)
-        if self._lent_views is not None and self._lent_views[0] == where:
-            return self._lent_views[1]
-        like, places = self._pattern
-        pieces = torch._C._nn.unflatten_dense_tensors(buffer, like)
-        views = [pieces[place] for place in places]
-        for position in self._empty:
-            views[position] = self.whole_view(buffer, position)  # its shape would be lost
-        found = views, [pieces[place] for place in self._gaps]
-        if self.is_lent:
-            self._lent_views = (where, found)
-        return found
-
-    @functools.cached_property
-    def _pattern(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Return a meta tensor for each parameter and each gap, in the order of offsets, and the parameters' places.
-
-        By it one call makes all views of a buffer; on the host that is a third of one slice and view a parameter.
-        """
-        like: list[torch.Tensor] = []
-        places = []
-        end = 0
-        for parameter, tensor in zip(self.parameters, self.layout.tensors, strict=True):
-            if tensor.offset > end:
-                like.append(torch.empty(tensor.offset - end, device="meta"))
-            places.append(len(like))
-            like.append(torch.empty(parameter.shape, device="meta"))
-            end = tensor.stop
-        if self.layout.numel > end:
-            like.append(torch.empty(self.layout.numel - end, device="meta"))
-        return like, places
-
-    @functools.cached_property
-    def _gaps(self) -> list[int]:
-        """Return the places of gaps in `_pattern`."""
-        like, places = self._pattern
-        return sorted(set(range(len(like))) - set(places))
-
-    @functools.cached_property
-    def _empty(self) -> list[int]:
-        """Return the positions of parameters without elements."""
-        return [position for position, tensor in enumerate(self.layout.tensors) if not tensor.numel]
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
         peer, mesh = self.unit.engine.peer, self.unit.engine.mesh
