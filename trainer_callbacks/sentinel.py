@@ -27,7 +27,7 @@ class Action(Enum):
 
     WARN = "warn"  # rank 0 logs it
     STOP = "stop"  # and training ends after the step
-    RAISE = "raise"  # RuntimeError on every rank; for gradients before the optimizer steps
+    RAISE = "raise"  # RuntimeError on every rank; for gradients before the optimizer steps, unless backward does
 
 
 class ShardSentinelCallback(TrainerCallback):

@@ -68,7 +68,7 @@ def find(engine: Engine, watch: GradientWatch) -> str | None:
     """Return what all ranks found, the same on each; None if all is finite. Collective over the host."""
     lanes = list(trained_lanes(engine))
     made = watch.bad()
-    clean = not made and finite([gradient for lane in lanes for gradient in gradients(lane).values()])
+    clean = not made and finite([values for lane in lanes for values in _left(lane)])
     if not engine.control.any_of([not clean], "sentinel: gradients")[0]:
         return None
     held = [where for lane in lanes for where in _bad_in(lane)]
@@ -77,9 +77,17 @@ def find(engine: Engine, watch: GradientWatch) -> str | None:
     if began:
         clean_ranks = [rank for rank, (made, *_) in enumerate(told) if not made]
         rest = f"; those of ranks {clean_ranks} were finite before the reduction" if clean_ranks else ""
-        return f"gradients are not finite, {', '.join(began)}{rest}."
+        return f"gradients are not finite, {', '.join(began)}{rest}.{_stepped(engine)}"
     found = [f"rank {rank} holds {shorten(held)}" for rank, (_, held, _) in enumerate(told) if held]
-    return f"gradients are not finite, though all ranks' own were before the reduction: {'; '.join(found)}."
+    own = "though all ranks' own were before the reduction"
+    return f"gradients are not finite, {own}: {'; '.join(found)}.{_stepped(engine)}"
+
+
+def _stepped(engine: Engine) -> str:
+    """Say that it is too late, where units are stepped while backward runs."""
+    if engine.in_backward is None:
+        return ""
+    return " Units were stepped with them already (optimizer_in_backward): go on from a checkpoint."
 
 
 def _began(rank: int, bad: list[str], forward: str) -> str:
@@ -105,7 +113,14 @@ def gradients(lane: Lane) -> dict[int, torch.Tensor]:
     return {position: lane.rows_view(lane.gradient, position) for position in positions}
 
 
+def _left(lane: Lane) -> list[torch.Tensor]:
+    """Return the gradients of a lane, or the norm of those that backward has stepped and let go."""
+    return list(gradients(lane).values()) if lane.spent_norm is None else [lane.spent_norm]
+
+
 def _bad_in(lane: Lane) -> list[str]:
+    if lane.spent_norm is not None:
+        return [] if finite([lane.spent_norm]) else [f"unit {lane.unit.label}"]
     return [_where(lane, position) for position, gradient in gradients(lane).items() if not finite([gradient])]
 
 

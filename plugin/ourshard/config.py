@@ -306,6 +306,7 @@ class ShardConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     accumulate: Accumulate = Accumulate.SHARDED
+    optimizer_in_backward: bool = False  # units are stepped, and their gradients freed, while backward runs
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     activation_checkpointing: bool = False
@@ -338,6 +339,8 @@ class ShardConfig:
             )
         if self.cuda_graph:
             self._check_graph()
+        if self.optimizer_in_backward:
+            self._check_in_backward()
         if self.offload.overlap_step and self.stage != 3:
             raise ValueError("offload.overlap_step needs stage 3: below it all parameters come in before a forward.")
         if self.timeout is not None and self.timeout <= 0:
@@ -356,6 +359,7 @@ class ShardConfig:
                 "gathers of two groups in one graph have not been tried on GPUs",
             ),
             "secondary_shard_size": (self.secondary_shard_size is not None, "what it has is followed on the host"),
+            "optimizer_in_backward": (self.optimizer_in_backward, "gradients of a graph keep their memory"),
             "shard_optimizer_over": (self.shard_optimizer_over == "all", "waiting sums are followed on the host"),
             "activation_checkpointing": (
                 self.activation_checkpointing,
@@ -365,6 +369,15 @@ class ShardConfig:
         for key, (is_set, why) in others.items():
             if is_set:
                 raise ValueError(f"cuda_graph can't be combined with {key}: {why}. Leave one of them out.")
+
+    def _check_in_backward(self) -> None:
+        if self.stage == 0:
+            raise ValueError("optimizer_in_backward needs stage 1, 2 or 3; stage 0 has whole gradients, as DDP does.")
+        if self.offload.optimizer is not Tier.NONE:
+            raise ValueError(
+                f"optimizer_in_backward can't be combined with offload.optimizer: {self.offload.optimizer.value}: "
+                "gradients rest in host memory there already. To hide the step there is offload.overlap_step."
+            )
 
     def _check_secondary(self) -> None:
         if self.stage != 3:

@@ -36,7 +36,9 @@ class Clock:
         self.seconds += seconds
 
 
-def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list[float], list[str], int]:
+def train(
+    folder: str, fault: str, stage: int = 3, early: bool = False, **options: Any
+) -> tuple[list[float], list[str], int]:
     """Train 4 steps with a fault; return losses, what the sentinel said on this rank, and steps done."""
     import torch.distributed as dist
     from ourshard.runtime import meter
@@ -45,7 +47,7 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
     from transformers import Trainer, TrainerCallback
 
     quiet()
-    enable({"stage": stage, "persist_below": 64})
+    enable({"stage": stage, "persist_below": 64, "optimizer_in_backward": early})
     hears = dist.get_rank() == 1
     hooks: list[Any] = []
     clock = Clock()
@@ -91,7 +93,7 @@ def train(folder: str, fault: str, stage: int = 3, **options: Any) -> tuple[list
     watching = [ShardSentinelCallback(**options)] if options else []
     trainer = Trainer(
         model=llama(),
-        args=arguments(Case(), Path(folder), 2),
+        args=arguments(Case(), Path(folder), 2, max_grad_norm=0.0 if early else 1.0),
         train_dataset=Tokens(ROWS),
         callbacks=[Fault(), *watching],
     )
@@ -139,6 +141,16 @@ def test_a_forward_that_is_not_finite_is_named_by_its_first_unit(ranks: Any, tmp
             "raised ShardSentinelCallback: step 2: gradients are not finite, on rank 1 from its forward on, where "
             "model.layers.1 is the first unit whose result is not; those of ranks [0] were finite before the reduction."
         ]
+
+
+@pytest.mark.ranks
+def test_where_backward_steps_it_says_that_it_is_too_late(ranks: Any, tmp_path: Any) -> None:
+    for _, told, steps in ranks(2)(train, str(tmp_path), "made", 3, True, every=1, action="raise"):
+        assert steps == 1
+        assert f"step 2: gradients are not finite, first on rank 1: {BAD}" in told[0]
+        assert told[0].endswith(
+            "Units were stepped with them already (optimizer_in_backward): go on from a checkpoint."
+        )
 
 
 @pytest.mark.ranks

@@ -43,6 +43,7 @@ CHANGED: dict[str, Any] = {
     "prefetch.forward": 0,
     "prefetch.backward": 0,
     "accumulate": "deferred",
+    "optimizer_in_backward": True,
     "offload.optimizer": "cpu",
     "offload.params": "cpu",
     "offload.activations": "cpu",

@@ -111,6 +111,7 @@ HALF_CPU = {"offload": {"optimizer": "cpu", "optimizer_ratio": 0.5}}
 INT8 = {"communication": {"weights": "int8"}}
 GRADS = {"communication": {"gradients": "int8", "block": 64}}
 BOTH_INT8 = {"weights": "int8", "gradients": "int8"}
+EARLY = {"optimizer_in_backward": True}
 SHORT = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 FP8 = {"communication": {"weights": "fp8", "block": 64}}
 CASES: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -139,6 +140,9 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "stage 3, fp8 weights, 16 bits": ({"stage": 3, **HALF, **FP8}, "frozen base", 2),
     "stage 2, int8 gradients": ({"stage": 2, **GRADS}, "", 2),
     "stage 3, int8 gradients, 16 bits": ({"stage": 3, "communication": BOTH_INT8, "precision": SHORT}, "", 2),
+    "stage 3, stepped in backward": ({"stage": 3, **EARLY}, "", 1),
+    "stage 1, 16 bits, stepped in backward": ({"stage": 1, **HALF, **EARLY}, "blocks run twice", 2),
+    "stage 2, frozen base, stepped in backward": ({"stage": 2, **EARLY}, "frozen base", 1),
     "stage 1, optimizer on the host": ({"stage": 1, **CPU}, "", 2),
     "stage 2, optimizer on the host, 16 bits": ({"stage": 2, **CPU, **HALF}, "", 1),
     "stage 3, optimizer on the host": ({"stage": 3, **CPU}, "", 1),

@@ -98,6 +98,17 @@ def test_stage_3_holds_the_unit_that_computes_and_those_gathered_ahead(depth: in
     assert max(move.held.get(Kind.REDUCE, 0) for move in moves) == UNIT * 2
 
 
+def test_units_that_backward_steps_have_gradients_three_at_a_time_and_step_as_long() -> None:
+    mesh, hardware = MeshSizes(8), hardware_of("h100", 8, 1)
+    plain, early = (rehearse(ShardConfig(optimizer_in_backward=on), mesh)[1] for on in (False, True))
+    assert max(move.held.get(Kind.GRADIENT, 0) for move in early) == 3 * UNIT / 8 * 4
+    assert sum(move.does is Does.STEP_UNIT for move in early) == BLOCKS - 2
+    stepped = [move.nbytes for move in early if move.does in (Does.STEP_UNIT, Does.STEP)]
+    assert sum(stepped) == PARAMETERS / 8 * 4
+    times = [simulate(moves, mesh, hardware, OPTIMIZERS["adamw"]) for moves in (plain, early)]
+    assert times[1].step == pytest.approx(times[0].step)
+
+
 def test_each_stage_shards_more() -> None:
     rest = []
     for stage in (0, 1, 2, 3):

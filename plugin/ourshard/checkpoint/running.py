@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from ourshard.config import WhenBusy
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.in_backward import check_whole_step
 from ourshard.runtime.optim import bring_up_to_date, has_owners
 from ourshard.runtime.state import extra_states, with_extra_state
 from ourshard.runtime.wrap import canonical
@@ -91,6 +92,7 @@ def write(
     `client_state` for its own and calls `then`.
     """
     engine = _engine(model)
+    check_whole_step(engine)
     final = Path(folder).expanduser().absolute()
     temporary = commit.temporary_of(final)
     disk = find_disk(engine, final, replace=replace, io=io, several=several_disks)
@@ -333,6 +335,8 @@ def load(
                 stepping.restore(concerned, portions_of(engine), saved)
                 restore_coding(engine, source)
         if weights:
+            if engine.in_backward is not None:
+                engine.in_backward.mend()
             engine.masters_changed()
         return source.description.client_state
 

@@ -28,6 +28,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "prefetch.forward": "units gathered ahead in forward",
     "prefetch.backward": "units gathered ahead in backward",
     "accumulate": "sharded, or deferred: whole gradients until the optimizer steps",
+    "optimizer_in_backward": "step each unit as its gradients are reduced, and free them; without clipping or fp16",
     "offload.optimizer": "none, cpu or nvme: where masters and optimizer state live",
     "offload.params": "none, cpu or nvme: where parameter shards live (stage 3)",
     "offload.activations": "none or cpu: where inputs of recomputed units wait for backward (activation_checkpointing)",

@@ -32,6 +32,7 @@ from ourshard.integrations.plugin import ShardPlugin
 from ourshard.integrations.saving import SavingMixin
 from ourshard.offload.preflight import why_not
 from ourshard.runtime import api
+from ourshard.runtime.in_backward import NO_CLIPPING, NO_SCALING
 from ourshard.runtime.scaler import ShardGradScaler
 
 if TYPE_CHECKING:
@@ -116,10 +117,19 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
         changes nothing (accelerate's own `find_executable_batch_size` does it), unless another config is asked for.
         """
         config = models.resolved(self.ourshard_plugin.config_for(models.inner(model)), self)
+        if config.optimizer_in_backward:
+            self._check_in_backward()
         models.shard_once(model, config, self)
         for optimizer in self._optimizers:
             api.adopt_optimizer(optimizer.optimizer)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _check_in_backward(self) -> None:
+        """Refuse what has to look at all gradients before a step, where steps do not wait for all."""
+        if self.scaler is not None:
+            raise ValueError(NO_SCALING)
+        if self.ourshard_plugin.gradient_clipping is not None:
+            raise ValueError(f"gradient_clipping: {self.ourshard_plugin.gradient_clipping}: {NO_CLIPPING}")
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

@@ -77,8 +77,8 @@ def refuse_fused_backward(optimizer: Optimizer) -> None:
     if callable(getattr(optimizer, "fused_backward", None)):
         raise ValueError(
             f"The optimizer {type(optimizer).__name__} changes each parameter while backward runs, by this rank's "
-            "gradient, before ranks have added theirs. Use another one; Adafactor has a small state too, and at stage "
-            "2 and 3 gradients are shards."
+            "gradient, before ranks have added theirs. Use another one; Adafactor has a small state too, and with "
+            "optimizer_in_backward: true gradients are let go as AdamW, SGD and others step them."
         )
 
 

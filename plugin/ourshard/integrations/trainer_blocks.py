@@ -12,6 +12,7 @@ from typing import Any
 from ourshard.flags.blocks import build_optimizer, build_scheduler
 from ourshard.flags.objects import from_training_arguments
 from ourshard.flags.result import RunSettings
+from ourshard.runtime.in_backward import NO_CLIPPING
 from ourshard.runtime.scaler import ShardGradScaler
 
 Method = Callable[..., Any]
@@ -28,6 +29,7 @@ def create_accelerator_and_postprocess(method: Method, trainer: Any) -> None:
     if not getattr(trainer.accelerator, "is_ourshard", False):
         return
     _refuse_uneven(trainer)
+    _refuse_clipping(trainer)
     if trainer.args.save_total_limit is None:
         trainer.args.save_total_limit = trainer.accelerator.ourshard_plugin.config.checkpoint.keep
     settings = dict(_said(trainer.args).grad_scaler)
@@ -45,6 +47,13 @@ def _refuse_uneven(trainer: Any) -> None:
             "metrics), or set dataloader_drop_last=True, or join the ranks in a loop of your own with "
             "accelerator.join_uneven_inputs."
         )
+
+
+def _refuse_clipping(trainer: Any) -> None:
+    """Raise ValueError where the Trainer would clip gradients that are stepped before the last one is there."""
+    largest = trainer.args.max_grad_norm
+    if largest and trainer.accelerator.ourshard_plugin.config.optimizer_in_backward:
+        raise ValueError(f"TrainingArguments(max_grad_norm={largest}): {NO_CLIPPING}")
 
 
 def create_optimizer(method: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:

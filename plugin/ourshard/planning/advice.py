@@ -91,6 +91,9 @@ def _alternatives(
         yield "shard_optimizer_over", "all", change, mesh, "no more bytes on the wire"
     if mesh.replicate > 1 and config.stage > 0:
         yield "shard_size", "null", variant(config, shard_size=None), sharded, "gathers leave the node"
+    if mesh.shard > 1 and config.stage > 0 and not config.optimizer_in_backward:
+        change = variant(config, optimizer_in_backward=True)
+        yield "optimizer_in_backward", "true", change, mesh, "no clipping of gradients; of no use with accumulation"
 
 
 def offloads(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Change]:

@@ -55,6 +55,7 @@ class Does(Enum):
     COPY = "copy"  # compute copies `nbytes` (read and written)
     BOUND = "bound"  # compute waits for all but the newest reductions
     JOIN = "join"  # compute waits for everything
+    STEP_UNIT = "step unit"  # the optimizer steps `nbytes` of a unit's masters, in backward
     STEP = "step"  # the optimizer steps `nbytes` of masters
     REST = "rest"  # gradients are set to None, the step is over
 

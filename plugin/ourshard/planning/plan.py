@@ -87,6 +87,8 @@ def describe(config: ShardConfig) -> str:
         words.append("recomputed")
     if config.cuda_graph:
         words.append("replayed")
+    if config.optimizer_in_backward:
+        words.append("stepped in backward")
     coded = {"weights": config.communication.weights, "gradients": config.communication.gradients}
     words.extend(f"{codec.value} {name}" for name, codec in coded.items() if codec is not Codec.NONE)
     offload = config.offload

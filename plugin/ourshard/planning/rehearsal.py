@@ -31,6 +31,7 @@ from ourshard.planning.coded import coded_reduction, messages_nbytes, residual_n
 from ourshard.planning.layouts import PlannedLane, PlannedModel, PlannedUnit
 from ourshard.planning.moves import Collective, Does, MeshSizes, Move
 from ourshard.planning.trace import Visit
+from ourshard.runtime.in_backward import REDUCTIONS
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.mesh import gathers_in_two_hops
 from ourshard.runtime.placement import At
@@ -137,6 +138,7 @@ class Rehearsal:
         self._pulled = 0  # bytes of what was pulled from peers; the buffer stays
         self._staging, self._arena = peer_nbytes(self.planned, self.mesh.shard) if self.peer else (0, 0)
         self._held[Kind.REDUCE] += 2 * self._staging + self._arena
+        self._reduced: list[_Unit] = []  # to be stepped in this backward: Note [Steps in backward] in in_backward.py
         self._behind: dict[int, int] = {}  # unit -> bytes of masters that an overlapped step is over with, in its order
         if self.config.offload.overlap_step:
             for unit in dict.fromkeys(unit.index for unit in (*self._rooted, *self._units)):
@@ -211,6 +213,7 @@ class Rehearsal:
             self._put_aside(unit)
         self._backward = False
         self._pending.clear()
+        self._reduced.clear()
         self._move(Does.JOIN, self._root)
         for unit in self._units:
             unit.held = unit.running = False
@@ -233,10 +236,10 @@ class Rehearsal:
             self._put_aside(unit)
 
     def _optimize(self) -> None:
-        lanes = [lane for lane in self.planned.lanes if lane.trainable]
+        lanes = [lane.planned for unit in self._units for lane in unit.lanes if self._is_left(lane)]
         masters = sum(lane.master_nbytes for lane in lanes if not lane.on_host)
         host = sum(lane.master_nbytes for lane in lanes if lane.on_host)
-        if self.clip:
+        if self.clip and not self.config.optimizer_in_backward:
             # The norm reads every gradient (those that went down, before they did), the division reads and writes; on
             # the host the step divides, and writes what it divided: Note [Late division] in runtime/late.py.
             self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=host)
@@ -263,6 +266,12 @@ class Rehearsal:
             if not unit.planned.sharded:
                 self._gather(unit)
         self._move(Does.REST, self._root)
+
+    def _is_left(self, lane: _Lane) -> bool:
+        """Say whether `optimizer.step()` steps a lane: no backward has."""
+        return lane.planned.trainable and (
+            lane.gradient or lane.planned.direct or not self.config.optimizer_in_backward
+        )
 
     def _zero_grad(self, lane: _Lane) -> None:
         """Free the reduced gradient; whole ones, and those on the host, stay."""
@@ -401,6 +410,22 @@ class Rehearsal:
         if len(self._pending) > self.buffers_in_flight:
             self._pending.pop(0)
             self._move(Does.BOUND, unit)
+        self._step_in_backward(unit)
+
+    def _step_in_backward(self, unit: _Unit) -> None:
+        """Follow `StepsInBackward.reduced`."""
+        if not (self.config.optimizer_in_backward and self._sync):
+            return
+        self._reduced.append(unit)
+        while len(self._reduced) > (REDUCTIONS if self.buffers_in_flight > 1 else 0):
+            over = self._reduced.pop(0)
+            lanes = [lane for lane in over.lanes if lane.gradient and not lane.planned.placement.whole]
+            if lanes and not over.planned.rooted:
+                masters = sum(lane.planned.master_nbytes for lane in lanes)
+                self._move(Does.COPY, over, nbytes=masters)  # the norm reads them
+                self._move(Does.STEP_UNIT, over, nbytes=masters)
+                for lane in lanes:
+                    self._zero_grad(lane)
 
     def _width(self, lane: PlannedLane) -> int:
         """Return the bytes of an element of a gradient on its way."""

@@ -231,6 +231,11 @@ class _Clocks:
         self.disk = self.compute
         self.stepped += seconds
 
+    def _step_unit(self, move: Move) -> None:
+        seconds = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
+        self.compute += seconds
+        self.stepped += seconds
+
     def _rest(self, move: Move) -> None:
         """Take no time."""
 
@@ -245,6 +250,7 @@ class _Clocks:
             Does.COPY: _Clocks._copy,
             Does.BOUND: _Clocks._bound,
             Does.JOIN: _Clocks._join,
+            Does.STEP_UNIT: _Clocks._step_unit,
             Does.STEP: _Clocks._step,
             Does.REST: _Clocks._rest,
         }

@@ -62,14 +62,14 @@ def can_overlap(optimizer: Optimizer, lanes: Sequence[Lane]) -> bool:
     """Say whether the config asks for it, and nobody looks at the end of the step. Before hooks of ours are there."""
     if not all(lane.unit.engine.config.offload.overlap_step for lane in lanes):
         return False
-    strangers = [hook for hook in _global_optimizer_post_hooks.values() if not _is_ours(hook)]
+    strangers = [hook for hook in _global_optimizer_post_hooks.values() if not is_ours(hook)]
     if strangers or optimizer._optimizer_step_post_hooks:
         _say_hooked(type(optimizer).__name__)
         return False
     return True
 
 
-def _is_ours(hook: Any) -> bool:
+def is_ours(hook: Any) -> bool:
     """Say whether a hook is of this package (the runtime's, that of background saves): none looks at parameters."""
     return str(getattr(hook, "__module__", "")).startswith("ourshard.")
 

@@ -25,6 +25,7 @@ from ourshard.runtime.disk import open_disk
 from ourshard.runtime.divided import divides_masters, effective_stage
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.host_room import check_host
+from ourshard.runtime.in_backward import steps_in_backward
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_key import LaneKey, master_dtype_of
@@ -65,6 +66,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
         materialize(tensor)  # those that ourshard was told to leave alone
     if config.activation_checkpointing:
         recompute_in_backward(model, [module for unit in engine.units for module in unit.modules], engine.inputs)
+    engine.in_backward = steps_in_backward(engine)
     _find_peers(engine)
     _share_buffers(model, engine)
     engine.buffers.watch(model)
@@ -187,6 +189,7 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         _refuse_lazy(model)
         refuse_quantized(model)
         _refuse_scripted(model)
+        _refuse_own_optimizers(model)
         stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
         _refuse_composed(stock)
         _refuse_renormalisation(model, engine)
@@ -287,6 +290,16 @@ def _refuse_scripted(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or 'the model'!r} is a {type(module).__name__} of torch.jit, whose parameters can't be "
                 "sharded: use the module that it was made from. `torch.compile` works before and after `prepare`."
+            )
+
+
+def _refuse_own_optimizers(model: nn.Module) -> None:
+    """Refuse parameters that torch's `_apply_optimizer_in_backward` steps, by this rank's gradient alone."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                f"{name!r} has an optimizer of its own (_apply_optimizer_in_backward), which would step it by the "
+                "gradient of one rank. Leave it out, prepare the optimizer, and set optimizer_in_backward: true."
             )
 
 

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.in_backward import refuse_clipping, refuse_part_of
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.mesh import Axis
 
@@ -54,9 +55,10 @@ def clip_grad_norm_(
     """Clip the norm of the gradients of `parameters` (or of a model), as `torch.nn.utils.clip_grad_norm_` does.
 
     Returns the norm before clipping, a 0-d tensor that is the same on every rank. Collective: call it on all
-    ranks. Each element counts once, whichever ranks hold it.
+    ranks. Each element counts once, whichever ranks hold it. With `optimizer_in_backward` an infinite `max_norm` gives
+    the norm, and others raise `RuntimeError`.
     """
-    gradients = _collect(parameters)
+    gradients = _collect(parameters, changes=max_norm != math.inf or norm_type != 2)
     for look in tuple(_before_clipping.values()):
         look()
     norm = _total_norm(gradients, float(norm_type))
@@ -86,15 +88,18 @@ def _divide(gradients: _Gradients, divisor: torch.Tensor) -> None:
 
 def clip_grad_value_(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamp each gradient element to [-clip_value, clip_value]; local, no communication."""
-    for tensor in _collect(parameters).all():
+    for tensor in _collect(parameters, changes=True).all():
         tensor.clamp_(-clip_value, clip_value)
 
 
-def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> _Gradients:
+def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, changes: bool) -> _Gradients:
+    """Return the gradients; unless it `changes` them, by a norm alone those that the last backward has stepped."""
     if isinstance(parameters, nn.Module):
         asked = _asked_of(parameters)
     else:
         asked = _Asked([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    if changes:
+        refuse_clipping(asked.by_lane)
     found = _Gradients()
     found.whole.extend(p.grad for p in asked.others if p.grad is not None)
     for lane, positions in asked.by_lane.items():
@@ -156,6 +161,12 @@ def _asked_of(model: nn.Module) -> _Asked:
 def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
     mine = found.sharded.setdefault((lane.unit.engine, lane.spread), [])
     lane.forget_released()
+    if lane.spent_norm is not None:
+        if len(positions) < len(lane.parameters):
+            refuse_part_of(lane)
+        mine.append(lane.spent_norm)
+        found.norms[id(lane.spent_norm)] = lane.spent_norm
+        return
     lane.erase_dropped()
     gradient = lane.gradient
     if gradient is None or not lane.accumulated:

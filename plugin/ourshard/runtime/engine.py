@@ -26,6 +26,7 @@ from ourshard.runtime.disk import Disk
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import forward_on_stack, hook_outputs, tensors_in
 from ourshard.runtime.host import memory_for_offload
+from ourshard.runtime.in_backward import StepsInBackward
 from ourshard.runtime.in_flight import InFlight
 from ourshard.runtime.inputs import make_inputs
 from ourshard.runtime.lane import Lane
@@ -102,6 +103,7 @@ class Engine:
         self._held: list[Unit] = []
         self.in_flight = InFlight(self.streams)
         self.newcomers = Newcomers(self)
+        self.in_backward: StepsInBackward | None = None  # set once the units are there, where the config asks for it
         self._held_before = 0  # units that were held when the forward began
         self.keeps_graph = False  # the backward that runs, or the last one, has `create_graph`
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
@@ -160,6 +162,8 @@ class Engine:
         return self.phase_is_backward
 
     def _open_forward(self) -> None:
+        if self.in_backward is not None:
+            self.in_backward.check_forward()
         grad = self.forward_has_grad = torch.is_grad_enabled()
         self.measuring.begin_phase("forward", counts=grad)
         if grad:
@@ -293,6 +297,8 @@ class Engine:
         """Open the backward phase with its first gradient, and bring the root back if it was released. Idempotent."""
         if self.phase_is_backward or self.gathered_depth:
             return
+        if self.in_backward is not None:
+            self.in_backward.check_backward()
         self.phase_is_backward = True
         self.measuring.begin_phase("backward")
         self.keeps_graph = torch.is_grad_enabled()
@@ -377,9 +383,12 @@ class Engine:
         arrived = [unit in behind and unit.has_arrived() for unit in self.units]
         flags = arrived + [flag for lane in lanes for flag in lane.has_gradients()]
         failed = self.read_disk is not None and self.read_disk.shards.failure is not None
-        known = self.control.any_of([*flags, *self.buffers.flags(), failed], "exchange of used parameters")
+        spent = self.in_backward.end_backward() if self.in_backward is not None else []
+        known = self.control.any_of([*flags, *self.buffers.flags(), *spent, failed], "exchange of used parameters")
         if known.pop() and self.read_disk is not None:
             self.read_disk.raise_failure()
+        if self.in_backward is not None:
+            self.in_backward.check_late(known)
         for unit in self.units:
             if known[unit.index]:
                 self._perform(Event(Action.REDUCE, unit.index))
@@ -469,6 +478,8 @@ class Engine:
         self._held.clear()
         if self.peer is not None:
             self.peer.abandon()
+        if self.in_backward is not None:
+            self.in_backward.abandon()
         for unit in self.units:
             unit.reset()
         self.drop_gradients()

@@ -53,6 +53,7 @@ class Lane(WholeViews, DirectGradients):
         self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views = None
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
+        self.spent_norm: torch.Tensor | None = None  # of one that was stepped and let go in backward: see `spent`
         self._arriving_kind = Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
         self._shown: set[int] = set()  # positions whose whole parameter had its gradient set here
         self._dropped: set[int] = set()  # positions whose gradient was dropped, and is still in the sums
@@ -90,6 +91,8 @@ class Lane(WholeViews, DirectGradients):
                 self.hold(Kind.GRADIENT, self.arriving)
             return
         self.forget_released()
+        if self.spent and self.unit.engine.in_backward is not None:
+            self.unit.engine.in_backward.refuse_late(self.unit)
         if self._dropped:
             self.erase_dropped()
         self.fresh = self.arriving is None
@@ -407,8 +410,24 @@ class Lane(WholeViews, DirectGradients):
         if gone:
             self.drop_gradients(gone)
 
+    @property
+    def spent(self) -> bool:
+        """Say whether the gradient was stepped and let go in backward, and not dropped by the user since."""
+        return self.spent_norm is not None
+
+    def let_go_of_gradient(self, norm: torch.Tensor) -> None:
+        """Free the gradient, which was stepped, and keep its norm: Note [Steps in backward] in in_backward.py."""
+        self.spent_norm = norm
+        self.accumulated = False
+        for run in self.runs:
+            run.take_back()
+        self._gradient = None
+        self._hold_gradient(0)
+
     def drop_gradients(self, positions: Collection[int]) -> None:
         """Forget the gradients of some parameters, as `p.grad = None` does, also where only other ranks had one."""
+        if self.spent and self.unit.engine.in_backward is not None:
+            self.unit.engine.in_backward.check_drop(self)
         for position in positions:
             self.valid[position] = self.touched[position] = False
         self._shown.difference_update(positions)
@@ -429,7 +448,7 @@ class Lane(WholeViews, DirectGradients):
         self._dropped.clear()
 
     def _forget_all(self) -> None:
-        self.accumulated = False
+        self.accumulated, self.spent_norm = False, None
         self.late.forget()
         self._dropped.clear()
         if not self.placement.whole:
@@ -444,6 +463,7 @@ class Lane(WholeViews, DirectGradients):
 
     def zero_gradient(self, position: int) -> None:
         """Set the gradient of one parameter to zero, as `p.grad.zero_()` does."""
+        self._refuse_spent(position)
         if self.gradient is not None:
             self.rows_view(self.gradient, position).zero_()
         if self.arriving is not None:
@@ -453,6 +473,7 @@ class Lane(WholeViews, DirectGradients):
 
     def local_gradient_rows(self, position: int) -> torch.Tensor:
         """Return this rank's rows of a reduced gradient, a view. Raises `RuntimeError` before it is reduced."""
+        self._refuse_spent(position)
         if not self.rows(position).rows:
             return self.rows_view(self.master, position)  # no element, of the right shape
         if self.gradient is None:
@@ -461,6 +482,13 @@ class Lane(WholeViews, DirectGradients):
                 "(accumulation with deferred reduction)."
             )
         return self.rows_view(self.gradient, position)
+
+    def _refuse_spent(self, position: int) -> None:
+        if self.spent:
+            raise RuntimeError(
+                f"The gradient of {self.name_of(position)!r} is gone: with optimizer_in_backward it was let go as it "
+                "was stepped. To look at gradients, change or keep them (zero_grad(set_to_none=False)), leave it out."
+            )
 
     def gradient_handle(self, position: int) -> ShardGradient | None:
         """Return what `p.grad` shows: a handle if the parameter has a gradient, else None."""

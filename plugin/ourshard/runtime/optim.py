@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import USE_OUR_SCALER, ShardParameter
+from ourshard.runtime.in_backward import StepsInBackward
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane, divide_now, has_hooks
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
@@ -64,6 +65,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
             if whole is None:
                 whole = needs_whole(optimizer, group)
             _refuse_from_disk(optimizer, group, whole)
+            _refuse_in_backward(optimizer, group, whole)
             _adopt_group(optimizer, group, whole)
             _prefer_fused(optimizer, group)
     if whole:
@@ -77,7 +79,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
 def _refuse_from_disk(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> None:
     """Refuse an optimizer that can't step one lane after the other, where masters pass through memory lane by lane."""
     on_disk = any(_adoptable(p) and p._lane.on_disk for p in group["params"])
-    if on_disk and not _steps_from_disk(optimizer, group, whole):
+    if on_disk and not _steps_in_turns(optimizer, group, whole):
         raise ValueError(
             f"offload.optimizer: nvme steps lane by lane, and {type(optimizer).__module__}.{type(optimizer).__name__} "
             "then does not do what it does at once. Use an optimizer of torch (AdamW, Adam, SGD, Adafactor, Muon, ...; "
@@ -85,7 +87,23 @@ def _refuse_from_disk(optimizer: Optimizer, group: dict[str, Any], whole: bool) 
         )
 
 
-def _steps_from_disk(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> bool:
+def _refuse_in_backward(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> None:
+    """Refuse an optimizer that can't step a lane while backward runs: Note [Steps in backward] in in_backward.py."""
+    asked = any(_adoptable(p) and p._lane.unit.engine.in_backward is not None for p in group["params"])
+    if not asked or (not whole and _steps_in_turns(optimizer, group, whole)):
+        return
+    why = "steps whole parameters, which ranks bring together once all gradients are there"
+    if not whole:
+        why = "does not do the same lane by lane as at once"
+    raise ValueError(
+        f"optimizer_in_backward: {type(optimizer).__module__}.{type(optimizer).__name__} {why}. Use an optimizer of "
+        "torch that treats each element by itself (AdamW, Adam, SGD, ...) or another that keeps nothing for all "
+        "parameters together, or set optimizer_in_backward: false."
+    )
+
+
+def _steps_in_turns(optimizer: Optimizer, group: dict[str, Any], whole: bool) -> bool:
+    """Say whether an optimizer that steps lane by lane does what it does at once."""
     if not can_be_cut(optimizer):
         return False
     if whole:
@@ -268,20 +286,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for engine in ENGINES:
         engine.land_masters()
     bring_up_to_date(optimizer)
-    _refuse_in_backward(optimizer)
+    _refuse_in_hooks(optimizer)
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
         _refuse_scaler_of_torch(optimizer)
         known.stepped = True
         for device in {engine.mesh.device for engine in engines_of(optimizer)}:
             give_back_unused(device)
+    has_closure = any(value is not None for value in (*args[1:], *kwargs.values()))
+    for steps in _in_backward_of(optimizer):
+        steps.before_step(optimizer, has_closure)
     runs = _runs_of(optimizer)
     owned = [run for run in runs if run.owner is not None]
     lanes = _lanes_on_host(optimizer)
     if owned or not lanes or has_hooks(optimizer):
         divide_now({run.lane for run in runs})
     if owned:
-        _refuse_closure(optimizer, args, kwargs)
+        _refuse_closure(optimizer, has_closure)
         if steps_each_alone(type(optimizer)) and can_be_cut(optimizer):
             known.by_lane = StepByOwner(optimizer, owned)
         else:
@@ -293,15 +314,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         known.by_lane = StepByLane(optimizer, lanes)
 
 
-def _refuse_in_backward(optimizer: Optimizer) -> None:
+def _refuse_in_hooks(optimizer: Optimizer) -> None:
     """Refuse a step that a hook makes as soon as it has a gradient: other ranks have not added theirs."""
-    inside = torch._C._current_graph_task_id() != -1
-    if inside and any(engine.phase_is_backward and engine.mesh.world.size > 1 for engine in engines_of(optimizer)):
+    if torch._C._current_graph_task_id() == -1:
+        return
+    running = [engine for engine in engines_of(optimizer) if engine.phase_is_backward]
+    if any(engine.mesh.world.size > 1 or not all(lane.direct for lane in engine.lanes()) for engine in running):
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called inside of a backward, by a hook on a gradient (an optimizer "
             "in backward): the gradients of other ranks are not in it yet, and ranks would part. Make one optimizer, "
-            "and step it after `backward`; at stages 2 and 3 a rank holds but its part of the gradients then."
+            "and step it after `backward`; optimizer_in_backward: true frees gradients as soon as they are reduced."
         )
+
+
+def _in_backward_of(optimizer: Optimizer) -> list[StepsInBackward]:
+    return [engine.in_backward for engine in engines_of(optimizer) if engine.in_backward is not None]
 
 
 def _refuse_scaler_of_torch(optimizer: Optimizer) -> None:
@@ -332,8 +359,8 @@ def _lanes_on_host(optimizer: Optimizer) -> list[Lane]:
     return [lane for lane in lanes if any(run.optimizer() is optimizer for run in lane.runs)]
 
 
-def _refuse_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(value is not None for value in (*args[1:], *kwargs.values())):
+def _refuse_closure(optimizer: Optimizer, has_closure: bool) -> None:
+    if has_closure:
         raise ValueError(
             f"{type(optimizer).__name__}.step(closure): whole parameters are brought together before the closure would "
             "make their gradients; call the closure yourself, then step() without it."
@@ -383,6 +410,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if known.by_lane is not None:
             known.by_lane.end()
             sent, known.by_lane = known.by_lane.sent, None
+    for steps in _in_backward_of(optimizer):
+        steps.after_step(optimizer)
     for engine in engines_of(optimizer):
         engine.masters_changed([lane for lane in sent if lane.unit.engine is engine])
 

@@ -60,6 +60,8 @@ class Run:
 
     def hand_out(self) -> None:
         """Set the run's gradient from the lane's; split where some parameters have one and others do not."""
+        if self.lane.spent:
+            return
         self.uneven = False
         valid = self.lane.valid
         if False not in valid:
@@ -74,6 +76,15 @@ class Run:
             self.parameter.grad = self._rows_of(self.lane.gradient)
         elif not self.handed_out:
             self.parameter.grad = None
+
+    def hand_out_all(self) -> None:
+        """Set the run's gradient from the lane's, of which all parameters are known to have one."""
+        self.parameter.grad = self._rows_of(self.lane.gradient)
+
+    def take_back(self) -> None:
+        """Let go of a gradient that was stepped."""
+        self.parameter.grad = None
+        self.handed_out = self.uneven = False
 
     def _rows_of(self, gradient: torch.Tensor | None) -> torch.Tensor:
         if self.stop == self.start:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
+from ourshard.runtime.in_backward import check_whole_step
 from ourshard.runtime.kept import count_references, leave_views, note_taken
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.unit import Unit
@@ -23,6 +24,7 @@ _EXTRA_STATE = "_extra_state"  # as torch names it
 @contextmanager
 def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier_rank: int | None) -> Iterator[None]:
     """Make `units` whole, in place, for the time of the context; see `api.gathered`."""
+    check_whole_step(engine)
     engine.control.agree(f"gathered({', '.join(unit.label for unit in units[:3])}{', ...' if len(units) > 3 else ''})")
     resting = [unit for unit in units if not unit.installed]
     leaves = count_references([unit for unit in resting if not unit.whole])
@@ -162,6 +164,7 @@ def iter_full(
 
     Lanes that are asked for nowhere are not gathered. Where `wanted` is false, the rank takes part and yields nothing.
     """
+    check_whole_step(engine)
     engine.control.agree("reading all parameters (state_dict, save)")
     for lane in engine.lanes():
         if trainable_only and not lane.trainable:
@@ -210,6 +213,8 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool 
             buffers[name].copy_(value)
         elif name in extra:
             extra[name].set_extra_state(value)
+    if engine.in_backward is not None:
+        engine.in_backward.mend()
     engine.masters_changed()
 
 

@@ -77,7 +77,8 @@ def _transport(engine: Engine) -> Iterator[str]:
 
 def _gradients(engine: Engine) -> str:
     early = _stage(engine) >= 2 and engine.config.accumulate is Accumulate.SHARDED
-    return f"gradients are {'shards, reduced in each backward' if early else 'whole, reduced once a step'}"
+    stepped = ", stepped in backward and let go" if engine.in_backward is not None else ""
+    return f"gradients are {'shards, reduced in each backward' if early else 'whole, reduced once a step'}{stepped}"
 
 
 def _part_that_left(engine: Engine) -> float:
@@ -138,6 +139,8 @@ def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
             yield key, "parameters stay whole, nothing is gathered in a forward or backward"
     if all(lane.secondary is None for lane in engine.lanes()):
         yield "secondary_shard_size", "no unit but the root is sharded, and the root is gathered once"
+    if engine.in_backward is None:
+        yield "optimizer_in_backward", "no unit but the root is sharded, and the rest waits for the optimizer's step"
     if stage < 2 and config.accumulate is Accumulate.DEFERRED:
         yield "accumulate", "whole gradients are reduced when syncing at this stage anyway"
 

@@ -420,3 +420,5 @@ class Unit:
                     read += lane.reduce(engine.sync_backward)
             self._reduce_mark = stream.mark(self._reduce_mark)
         engine.in_flight.keep(read, self._reduce_mark, self.label)  # not inside: it makes the compute stream wait
+        if engine.in_backward is not None:
+            engine.in_backward.reduced(self, self._reduce_mark)
