@@ -128,7 +128,7 @@ def _check_sizes(result: FlagResult, args: Namespace) -> None:
 
 def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) -> None:
     """Write the switch and the config to the workers' environment."""
-    if not args.machine_rank:  # the first machine, or the only one
+    if not getattr(args, "machine_rank", 0):  # the first machine, or the only one
         say_once([*wanted.notes, *elsewhere(wanted, _HANDED_OVER)])
     for name in _OTHER_ENGINES:
         environment.pop(name, None)
