@@ -239,6 +239,71 @@ def test_gradients_stay_the_same_however_it_is_used(ranks: Callable[..., Any], w
         assert moved[1:] == (0, buffers, {"to host": down, "from host": up})
 
 
+class LateMover:
+    """Makes each copy as late as a stream may: when compute waits for it, or for one behind it."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None]] = []  # of copies that have not run
+        self.begun = 0  # copies that were ever queued
+
+    def _later(self, copy: Callable[[], None]) -> int:
+        self.queue.append(copy)
+        self.begun += 1
+        return self.begun
+
+    def down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        stored, source = torch.full_like(tensor, torch.nan), weakref.ref(tensor)
+        dropped = weakref.ref(stored)
+
+        def copy() -> None:
+            source_now, stored_now = source(), dropped()
+            if stored_now is not None:  # else nobody will read it
+                assert source_now is not None, "the tensor was let go while the copy read it"
+                stored_now.copy_(source_now)
+
+        return stored, self._later(copy)
+
+    def up(self, stored: torch.Tensor, like: Any) -> tuple[torch.Tensor, int]:
+        tensor = like.empty(like.device).fill_(torch.nan)
+        there = weakref.ref(tensor)
+
+        def copy() -> None:
+            assert there() is not None, "the tensor was let go while the copy filled it"
+            tensor_now = there()
+            assert tensor_now is not None
+            tensor_now.copy_(stored)
+
+        return tensor, self._later(copy)
+
+    def wait(self, event: int) -> None:
+        while self.queue and self.begun - len(self.queue) < event:
+            self.queue.pop(0)()
+
+    def drop(self, stored: torch.Tensor) -> None:
+        """Let go of it."""
+
+    def hold(self, nbytes: int) -> None:
+        """Count nothing."""
+
+
+def use_late(way: str) -> list[torch.Tensor]:
+    run, kind, *_ = WAYS[way]
+    model = build("cpu", kind)
+    engine = engine_of(model)
+    assert engine is not None
+    engine.inputs._mover = LateMover()
+    run(model)
+    assert engine.inputs._mover.begun > BLOCKS
+    return gradients(model)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["another order", "twice", "a part", "failures", "shared, by keyword"])
+def test_each_copy_is_waited_for_before_its_bytes_are_used_or_let_go(ranks: Callable[..., Any], way: str) -> None:
+    for plain, moved in zip(ranks(2)(use, "none", way), ranks(2)(use_late, way), strict=True):
+        assert all(map(torch.equal, plain[0], moved))
+
+
 def change_in_place(tier: str, kind: type[Block]) -> str:
     with pytest.raises(RuntimeError, match=r"in ?place") as error:
         loss_of(build(tier, kind)).backward()
