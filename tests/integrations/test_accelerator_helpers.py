@@ -65,3 +65,22 @@ def test_helpers_of_an_accelerator_give_what_they_give_in_one_process(ranks):
     assert len(wanted["shards"]["told"]) == 11
     for found in ranks(2)(loops, {"persist_below": 50, "stage": 3}):
         assert apart(found, wanted) < 1e-5
+
+
+def mean_seen(broadcast_buffers: bool) -> float:
+    """Train on a batch that differs by rank; return the mean that a batch norm remembers of it."""
+    import torch.distributed as dist
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from ourshard import ShardPlugin
+
+    handler = DistributedDataParallelKwargs(broadcast_buffers=broadcast_buffers)
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 2}), kwargs_handlers=[handler])
+    norm = torch.nn.BatchNorm1d(3)
+    model = accelerator.prepare(torch.nn.Sequential(norm, torch.nn.Linear(3, 3)))
+    accelerator.backward(model(torch.full((4, 3), 10.0 * (1 + dist.get_rank()))).sum())
+    return norm.running_mean.mean().item()
+
+
+def test_buffers_are_each_ranks_own_where_ddp_is_told_not_to_broadcast_them(ranks):
+    assert ranks(2)(mean_seen, True) == pytest.approx([1.0, 1.0])
+    assert ranks(2)(mean_seen, False) == pytest.approx([1.0, 2.0])
