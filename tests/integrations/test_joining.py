@@ -152,3 +152,22 @@ def test_learning_rates_that_part_are_refused_on_every_rank(ranks):
     with pytest.raises(AssertionError, match="Prepare the scheduler") as caught:
         ranks(2)(unprepared_scheduler)
     assert [failure.type_name for failure in caught.value.failures] == ["ValueError", "ValueError"]
+
+
+def statistics_of_a_rank_alone() -> list[float]:
+    """Train on two batches where rank 0 has but the first; return what a batch norm remembers after each."""
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 2}))
+    norm = torch.nn.BatchNorm1d(3, momentum=1.0)
+    model = accelerator.prepare(torch.nn.Sequential(norm, torch.nn.Linear(3, 3)))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for number in range(1 + dist.get_rank()):
+            accelerator.backward(model(torch.full((4, 3), 10.0 * number + dist.get_rank())).sum())
+    return norm.running_mean.tolist()
+
+
+def test_statistics_of_a_batch_norm_go_on_where_rank_0_has_run_out_of_batches(ranks):
+    assert ranks(2)(statistics_of_a_rank_alone) == [[pytest.approx(11.0)] * 3] * 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ourshard.runtime.collectives import Collectives
 from ourshard.runtime.control import Control
@@ -31,7 +31,7 @@ class _Watched:
     shape: torch.Size
     dtype: torch.dtype
     seen: torch.Tensor
-    version: int
+    versions: tuple[int, int]  # of `seen`, and of the counter of a batch norm's forwards
 
     @property
     def now(self) -> torch.Tensor | None:
@@ -44,15 +44,30 @@ class _Watched:
         value = self.now
         if value is None:
             return False
-        if isinstance(self.module, _NormBase) and self.module.track_running_stats and self.module.training:
-            return True  # its kernels write without a new version
-        return value is not self.seen or _version(value) != self.version
+        if self._is_written_unseen():
+            return True
+        return value is not self.seen or _versions(self.module, value) != self.versions
+
+    def _is_written_unseen(self) -> bool:
+        """Say whether kernels may have written without a new version, and no count of forwards tells."""
+        norm = self.module
+        if not isinstance(norm, _NormBase) or not norm.track_running_stats or not norm.training:
+            return False
+        return type(norm).forward not in _COUNTING or norm.num_batches_tracked is None
 
     def look(self) -> None:
         """Remember the buffer as it is."""
         value = self.now
         if value is not None:
-            self.seen, self.version = value, _version(value)
+            self.seen, self.versions = value, _versions(self.module, value)
+
+
+_COUNTING = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # they add to `num_batches_tracked`
+
+
+def _versions(module: nn.Module, value: torch.Tensor) -> tuple[int, int]:
+    counter = module._buffers.get("num_batches_tracked")
+    return _version(value), 0 if counter is None else _version(counter)
 
 
 def _version(value: torch.Tensor) -> int:
@@ -77,7 +92,7 @@ class UpdatedBuffers:
                 if value is None or attribute in module._non_persistent_buffers_set or not value.numel():
                     continue
                 label = f"{name}.{attribute}" if name else attribute
-                form = (value.shape, value.dtype, value, _version(value))
+                form = (value.shape, value.dtype, value, _versions(module, value))
                 self._watched.append(_Watched(label, module, attribute, *form))
 
     def let_differ(self) -> None:
