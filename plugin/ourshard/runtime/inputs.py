@@ -46,7 +46,6 @@ LEAST_NBYTES = 2**20
 
 _LABEL = "inputs of units"
 _CALLED = "_gradient_checkpointing_func"  # where modules of a Transformers model have their checkpoint
-_foreign_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 class Mover(Protocol):
@@ -252,7 +251,7 @@ class Inputs:
         """Say whether a checkpoint that is called now saves inputs for later, in no other one and for nobody else."""
         if self._inside or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return False  # nested, without gradient, or part of a recomputation
-        if _foreign_hooks(True) is None:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # type: ignore[attr-defined]
             return True
         if not self._warned:
             self._warned = True
