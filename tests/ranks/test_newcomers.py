@@ -97,3 +97,23 @@ def train_with_others(config: dict[str, Any]) -> None:
 
 def test_frozen_newcomers_and_those_of_ignored_modules_are_the_users_own(ranks):
     ranks(2)(train_with_others, TOY["stage 3"])
+
+
+def call_again_after_a_refusal(config: dict[str, Any]) -> list[str]:
+    from ourshard import shard_model
+
+    model, said = shard_model(toy(), config), []
+    model.last.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            model(part(joined(0)))
+        said.append(str(caught.value))
+    assert not model.last.weight.any()
+    return said
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+def test_a_weight_that_was_replaced_is_refused_in_each_forward(ranks, name):
+    """The second one once took the old weight, and put it back."""
+    for said in ranks(2)(call_again_after_a_refusal, TOY[name]):
+        assert all("'weight' of unit 'the root unit' was replaced" in text for text in said)

@@ -170,9 +170,9 @@ class Unit:
     def install(self) -> None:
         """Put the leaves where the modules look for their parameters."""
         if not self.installed:
-            self.installed = True
-            for registry, attribute, leaf, resting in self._sites:
+            for number, (registry, attribute, leaf, resting) in enumerate(self._sites):
                 if attribute not in registry or registry[attribute] is not resting:
+                    self._put_back(number)
                     raise RuntimeError(
                         f"The parameter {attribute!r} of unit {self.label!r} was replaced after the model was "
                         "sharded; change the model (resize embeddings, add adapters, parametrize or prune weights) "
@@ -180,12 +180,16 @@ class Unit:
                         "`with ourshard.gathered(model):`."
                     )
                 registry[attribute] = leaf
+            self.installed = True
 
     def uninstall(self) -> None:
         if self.installed:
             self.installed = False
-            for registry, attribute, _, resting in self._sites:
-                registry[attribute] = resting
+            self._put_back(len(self._sites))
+
+    def _put_back(self, count: int) -> None:
+        for registry, attribute, _, resting in self._sites[:count]:
+            registry[attribute] = resting
 
     def release(self) -> None:
         """Put handles back and, where parameters are sharded at rest, free the whole ones."""
