@@ -338,3 +338,44 @@ def test_a_folder_whose_replacement_a_crash_stopped_is_still_the_newest(tmp_path
     shutil.move(tmp_path / "checkpoint_2" / "ourshard", tmp_path / "checkpoint_2" / ".ourshard.replaced")
     assert newest_complete(tmp_path, inner="ourshard").path == tmp_path / "checkpoint_2"
     assert retain(tmp_path, 1, inner="ourshard") == [tmp_path / "checkpoint_1"]
+
+
+def saved_over(folder: str) -> tuple[list[float], list[float]]:
+    """Save whole files over a sharded checkpoint of an earlier step; return the losses after it, and after a load."""
+    accelerator, *parts = prepared({"stage": 3})
+    steps(accelerator, *parts, range(2))
+    accelerator.save_state(folder)
+    accelerator, *parts = prepared({"stage": 3, "checkpoint": {"format": "full"}})
+    steps(accelerator, *parts, range(3))
+    accelerator.save_state(folder)
+    losses = steps(accelerator, *parts, range(3, 5))
+    accelerator.load_state(folder)
+    return losses, steps(accelerator, *parts, range(3, 5))
+
+
+def test_whole_files_that_are_saved_over_a_sharded_checkpoint_are_what_loads(ranks, tmp_path):
+    for losses, again in ranks(2)(saved_over, str(tmp_path / "state")):
+        assert again == pytest.approx(losses, rel=1e-6)
+
+
+def saved_after_a_failure(root: str) -> list[str]:
+    """Let a hook fail a save once; return the checkpoints after the next."""
+    from accelerate.utils import ProjectConfiguration
+
+    naming = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True)
+    accelerator, *parts = prepared({"stage": 3}, project_config=naming)
+    steps(accelerator, *parts, range(1))
+
+    def fail(*_: Any) -> None:
+        raise OSError("no room")
+
+    handle = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(OSError, match="no room"):
+        accelerator.save_state()
+    handle.remove()
+    accelerator.save_state()
+    return sorted(path.name for path in Path(root, "checkpoints").iterdir())
+
+
+def test_a_save_that_failed_takes_its_number_with_it_and_the_next_one_goes_on(ranks, tmp_path):
+    assert "checkpoint_1" in ranks(2)(saved_after_a_failure, str(tmp_path))[0]
