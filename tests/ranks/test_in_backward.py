@@ -106,6 +106,26 @@ def test_weights_and_state_have_the_bits_of_a_step_after_backward(name: str, ran
         assert [stepped for stepped, _, _ in told] == [[3, 3, 2, 2], [3, 3, 3, 2]]
 
 
+WIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "hybrid": ({"shard_size": 2}, "AdamW"),
+    "masters over two replicas": ({"shard_size": 2, "shard_optimizer_over": "all"}, "SGD nesterov"),
+    "second shard": ({"secondary_shard_size": 2}, "Rprop"),
+    "int8": (
+        {"communication": {"gradients": "int8", "error_feedback": True, "block": 16}, "persist_below": 0},
+        "AdamW",
+    ),
+    "kept whole for backward": ({"reshard_after_forward": False}, "Adamax"),
+    "16 bits": ({"stage": 2, "precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}, "NAdam"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDE)
+def test_they_have_on_four_ranks_too(name: str, ranks: Callable[..., Any]) -> None:
+    assert all(0 not in stepped for stepped, _, _ in ranks(4)(both_ways, *WIDE[name], timeout=120))
+
+
 def held() -> tuple[int, int, list[int]]:
     """Return the most bytes of gradients with and without the option, and when each unit was just reduced."""
     (_, _, _, early), (_, _, _, plain) = trained(EARLY, "AdamW"), trained(PLAIN, "AdamW")
