@@ -63,7 +63,10 @@ def _by_class(model: nn.Module, names: Iterable[str], *, strict: bool) -> set[nn
     if missing and strict:
         text = "; ".join(f"{name!r}{_candidates(name, known)}" for name in missing)
         if not found:
-            raise ValueError(f"wrap.classes: no module of the model is of class {text}")
+            raise ValueError(
+                f"wrap.classes (FSDP's transformer_layer_cls_to_wrap): no module of the model is of class {text}. "
+                "Name the class of its layers, or leave the key out: units are then found from the model."
+            )
         logger.warning("wrap.classes: some names match no module of the model: %s", text)
     return found
 
