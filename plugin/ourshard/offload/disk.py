@@ -134,7 +134,7 @@ class ShardDisk:
                 try:
                     yield transit.lane, master
                 finally:  # after a step that failed too: in memory, too, what it changed would stay changed
-                    with self._streams.gather() as stream:
+                    with self._streams.gather as stream:
                         self._windows[number % len(self._windows)].sent = stream.mark(None)
                     try:
                         transit.leave()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +105,7 @@ def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, c
     found.whole.extend(p.grad for p in asked.others if p.grad is not None)
     for lane, positions in asked.by_lane.items():
         _add_lane(lane, positions, found)
-    for dtype in [*(lane.store_dtype for lane in asked.by_lane), *(tensor.dtype for tensor in found.whole)]:
+    for dtype in {lane.store_dtype for lane in asked.by_lane} | {tensor.dtype for tensor in found.whole}:
         found.dtype = torch.promote_types(found.dtype, dtype.to_real())
     return found
 
@@ -146,7 +147,7 @@ class _AskedOfModel(_Asked):
         return same and all(map(operator.is_, now, self._entries))
 
     def _look(self) -> list[Any]:
-        return [entry for registry in self._registries for entry in registry.values()]
+        return list(itertools.chain.from_iterable(map(dict.values, self._registries)))
 
 
 def _asked_of(model: nn.Module) -> _Asked:
@@ -211,8 +212,13 @@ def _local(
     """
     if not tensors:
         return torch.zeros((), device=device, dtype=dtype)
-    asked = [tensor for tensor in tensors if id(tensor) not in known]
-    taken = iter(torch._foreach_norm(asked, order) if asked else ())
-    found = [known[id(tensor)] if id(tensor) in known else next(taken) for tensor in tensors]
-    norms = torch.stack([norm.to(device or found[0].device, dtype) for norm in found])
+    asked = [tensor for tensor in tensors if id(tensor) not in known] if known else tensors
+    found: Sequence[torch.Tensor] = torch._foreach_norm(asked, order) if asked else ()
+    if known:
+        taken = iter(found)
+        found = [known[id(tensor)] if id(tensor) in known else next(taken) for tensor in tensors]
+    where = device or found[0].device
+    if len({(norm.device, norm.dtype) for norm in found}) > 1:
+        found = [norm.to(where, dtype) for norm in found]
+    norms = torch.stack(list(found)).to(where, dtype)
     return norms.max() if math.isinf(order) else (norms**order).sum()

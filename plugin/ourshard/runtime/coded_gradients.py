@@ -229,7 +229,7 @@ class GradientCoder:
 
 def rescale_residuals(engine: Engine, factor: torch.Tensor) -> None:
     """Multiply what codecs lost of gradients: the loss is scaled by another number from now on."""
-    with engine.streams.reduce():
+    with engine.streams.reduce:
         for coder in (lane.coder for lane in engine.lanes() if lane.coder is not None):
             for residual in coder.residuals.values():
                 residual.mul_(factor)

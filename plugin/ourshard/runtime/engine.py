@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +40,7 @@ from ourshard.runtime.newcomers import Newcomers
 from ourshard.runtime.peer import PeerCopies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
+from ourshard.runtime.settling import settle
 from ourshard.runtime.streams import Streams, profiler_range
 from ourshard.runtime.unit import Unit
 
@@ -85,7 +87,7 @@ class Engine:
         self.units: list[Unit] = []
         self.order = next(_ORDER)  # among the engines of this process; the same on every rank
         name = f" of {type(model).__name__} (model {self.order})"
-        self.schedule = Schedule(self.control, self.units, self._perform, name)
+        self.schedule = Schedule(self.control, self.units, self.perform, name)
         self.require_sync = True
         self.sync_backward = True  # `require_sync` of the last forward
         self.phase_is_backward = False
@@ -112,10 +114,15 @@ class Engine:
     def root(self) -> Unit:
         return self.units[-1]
 
-    @property
+    @cached_property
     def rooted(self) -> list[Unit]:
-        """Return the root and the units that live as long as it does, the root first."""
+        """The root and the units that live as long as it does, the root first."""
         return [self.root, *(unit for unit in self.units[:-1] if unit.rooted)]
+
+    @cached_property
+    def _unsharded(self) -> list[Unit]:
+        """Units that no gather brings in, in the order in which a forward needs them."""
+        return [unit for unit in dict.fromkeys((*self.rooted, *self.units)) if not unit.sharded]
 
     @property
     def read_disk(self) -> Disk | None:
@@ -184,7 +191,7 @@ class Engine:
                 lane.mark_stale()
                 lane.fill()
         self._held_before = len(self._held)
-        if any(unit.sharded for unit in self.units):  # else it is local: a rank may evaluate alone, as under DDP
+        if len(self._unsharded) < len(self.units):  # else it is local: a rank may evaluate alone, as under DDP
             title = f"{'with' if grad else 'without'} gradients, {self._root_state}"
             self.schedule.begin(("forward", title), self.config.prefetch.forward)
 
@@ -260,15 +267,13 @@ class Engine:
         promoted = False
         with torch._C.DisableTorchFunctionSubclass():
             for lane in self.lanes():
-                if lane.direct:
-                    toggled = not lane.trainable and any(p.requires_grad for p in lane.leaves)
-                else:
-                    toggled = [p.requires_grad for p in lane.resting] != [q.requires_grad for q in lane.leaves]
-                if toggled:
+                if lane.was_toggled():
                     promoted |= lane.follow_requires_grad(self.master_dtype)
         if promoted:
             self.adoption += 1
             self.schedule.forget()
+            for unit in self.units:
+                unit.follow_trainable()
 
     # ---- backward ------------------------------------------------------------------------------------------
 
@@ -291,7 +296,7 @@ class Engine:
         self.sync_backward = True
         for unit in self.units:
             unit.reduced = False
-        self.settle(self.units)
+        settle(self, self.units)
 
     def begin_backward(self) -> None:
         """Open the backward phase with its first gradient, and bring the root back if it was released. Idempotent."""
@@ -325,7 +330,7 @@ class Engine:
         for unit in behind if self.sync_backward else self.units:
             unit.put_aside()
         if self.sync_backward:
-            self.settle(behind)
+            settle(self, behind)
         self.phase_is_backward = False
         if self.inputs is not None:
             self.inputs.end_backward()
@@ -359,46 +364,17 @@ class Engine:
                 unit.passed = 0
                 unit.release()
 
-    def _perform(self, event: Event) -> None:
+    def perform(self, event: Event) -> None:
+        """Gather or reduce a unit now, in the order that all ranks follow."""
         unit = self.units[event.unit]
         if self.ledger is not None:
             self.ledger.note(f"{event.action.value} {unit.label}")
         act = unit.issue_gather if event.action is Action.GATHER else unit.reduce
-        if not torch.autograd._profiler_enabled():
+        if not self.measuring.watched:
             act()
             return
         with profiler_range(f"ourshard::{event.action.value} {unit.label}"):
             act()
-
-    # ---- which gradients exist -----------------------------------------------------------------------------
-
-    def settle(self, behind: Collection[Unit]) -> None:
-        """Agree which units have gradients left over and which parameters have one on any rank; reduce and show them.
-
-        Collective, at the end of every backward that syncs; the agreement is on the host. `zero_grad` and users look at
-        gradients right after, so that it can't wait. Buffers that forwards updated become the same on all ranks.
-        `behind`: units whose gradients were not all reduced when the last one had arrived.
-        """
-        lanes = [lane for lane in self.lanes() if lane.trainable]
-        arrived = [unit in behind and unit.has_arrived() for unit in self.units]
-        flags = arrived + [flag for lane in lanes for flag in lane.has_gradients()]
-        failed = self.read_disk is not None and self.read_disk.shards.failure is not None
-        spent = self.in_backward.end_backward() if self.in_backward is not None else []
-        known = self.control.any_of([*flags, *self.buffers.flags(), *spent, failed], "exchange of used parameters")
-        if known.pop() and self.read_disk is not None:
-            self.read_disk.raise_failure()
-        if self.in_backward is not None:
-            self.in_backward.check_late(known)
-        for unit in self.units:
-            if known[unit.index]:
-                self._perform(Event(Action.REDUCE, unit.index))
-        start = len(self.units)
-        self.used_alike = known[start:] == flags[start:]
-        for lane in lanes:
-            stop = start + len(lane.touched)
-            lane.settle(known[start:stop])
-            start = stop
-        self.buffers.share(known[start:])
 
     # ---- step ----------------------------------------------------------------------------------------------
 
@@ -432,9 +408,13 @@ class Engine:
 
         These gathers are in no record, and a rank may skip units: therefore all at once, before any of them is used.
         """
-        for unit in (*self.rooted, *self.units):
-            if not unit.sharded:
-                unit.issue_gather()
+        due = [unit for unit in self._unsharded if not unit.whole]
+        if due:
+            for unit in due:
+                unit.open_gather()
+            with self.streams.gather as stream:
+                for unit in due:
+                    unit.fill(stream)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, as `zero_grad` does."""

@@ -141,7 +141,7 @@ class Captured:
     def _meet(self) -> None:
         """Let staging of peers be used out of turn: a replay begins with the turn of the capture."""
         if self._engine.peer is not None:
-            with self._engine.streams.gather():
+            with self._engine.streams.gather:
                 self._engine.peer.meet()
 
     # ---- replays -------------------------------------------------------------------------------------------

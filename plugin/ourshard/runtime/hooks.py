@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     Inputs = tuple[torch.Tensor, ...]
 
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _CreationMeta = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
 _allow_writes = torch._C._autograd._set_creation_meta  # type: ignore[attr-defined]
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module)
@@ -272,8 +273,16 @@ class UnitHooks:
 
 
 def _outside_of_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep dynamo from tracing a hook: it swaps parameters and storages, which no graph can hold."""
-    return torch._dynamo.disable(hook)
+    """Keep dynamo from tracing a hook: it swaps parameters and storages, which no graph can hold.
+
+    What turns dynamo off for a call takes the host as long as six calls, so that it does so only where dynamo is on.
+    """
+    apart = torch._dynamo.disable(hook)
+
+    def run(*args: Any) -> Any:
+        return (hook if _dynamo_callback() is None else apart)(*args)
+
+    return torch._dynamo.decorators.skip(run)
 
 
 class RootHooks:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ourshard.runtime.lane_views import Pattern, Views
 from ourshard.runtime.meter import Spent
 from ourshard.runtime.streams import Streams
 
@@ -21,6 +22,8 @@ class InFlight:
         self._streams = streams
         self._read: list[tuple[list[torch.Tensor], Any, str]] = []  # tensors, event, unit's label
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        # By what is viewed: a view keeps its memory, so that an address and a dtype mean one buffer until `forget`.
+        self._views: dict[tuple[int, torch.dtype, Pattern], Views] = {}
 
     def keep(self, read: list[torch.Tensor], event: Any, label: str) -> None:
         """Keep tensors alive that the reduce stream reads; at most two units' worth, as prefetch does with slots."""
@@ -40,7 +43,16 @@ class InFlight:
         """Let the next reduction fill a buffer, behind the work that the reduce stream has with it."""
         self._spare.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
+    def views_of(self, buffer: torch.Tensor, pattern: Pattern) -> Views:
+        """Return views of a buffer that will be given back; made once for all lanes of a backward that are alike."""
+        key = buffer.data_ptr(), buffer.dtype, pattern
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = pattern.views_of(buffer)
+        return views
+
     def forget(self) -> None:
         """Let go of everything, once the compute stream has waited for all reductions."""
         self._read.clear()
         self._spare.clear()
+        self._views.clear()

@@ -27,6 +27,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ourshard.runtime.coded import codes_now
 from ourshard.runtime.control import DesyncError
 from ourshard.runtime.schedule import Action, Event
+from ourshard.runtime.settling import settle
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
@@ -139,16 +140,16 @@ class Seat(Joinable):
             engine.in_flight.forget()
             engine.phase_is_backward = False
             if engine.sync_backward:
-                engine.settle(engine.units)
+                settle(engine, engine.units)
         elif verb == Action.REDUCE.value:
-            engine._perform(Event(Action.REDUCE, numbers[0]))
+            engine.perform(Event(Action.REDUCE, numbers[0]))
         else:
             unit = engine.units[numbers[0]]
             unit.held = False
             unit.release()  # left whole by a forward that had no backward
             engine.coded_as_told = bool(numbers[1])  # this rank is in no forward that could say
             try:
-                engine._perform(Event(Action.GATHER, unit.index))
+                engine.perform(Event(Action.GATHER, unit.index))
             finally:
                 engine.coded_as_told = None
             unit.release()
@@ -189,7 +190,7 @@ class _Announcing:
     def need(self, action: Action, unit: Unit) -> None:
         coded = (int(codes_now(self._engine)),) if action is Action.GATHER else ()
         self._seat.say(action.value, self._index, unit.index, *coded)
-        self._engine._perform(Event(action, unit.index))
+        self._engine.perform(Event(action, unit.index))
 
     def passed(self, unit: Unit) -> None:
         """Do nothing: there is no record whose place to keep."""

@@ -1,14 +1,12 @@
 """A lane on this rank: how gradients arrive in it, are reduced, and are shown to optimizers and users.
 
-Its buffers are in `lane_store.py`.
+Its buffers are in `lane_store.py`, how they are filled in `lane_fill.py`.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +15,7 @@ from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_direct import DirectGradients, dense
-from ourshard.runtime.lane_views import WholeViews
+from ourshard.runtime.lane_whole import WholeGradients
 from ourshard.runtime.late import LateDivision
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
@@ -29,10 +27,7 @@ if TYPE_CHECKING:
     from ourshard.runtime.unit import Unit
 
 
-_is_there = functools.partial(operator.is_not, None)  # for `map`: on the host a generator's turns count
-
-
-class Lane(WholeViews, DirectGradients):
+class Lane(WholeGradients, DirectGradients):
     """One lane of one unit: the buffers, and the gradients that pass through."""
 
     def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter], reduce_dtype: torch.dtype) -> None:
@@ -70,7 +65,7 @@ class Lane(WholeViews, DirectGradients):
 
     def has_leaf_gradients(self) -> bool:
         """Say whether backward left any that has not been taken in."""
-        return any(map(_is_there, [leaf.grad for leaf in self.leaves]))
+        return True in [leaf.grad is not None for leaf in self.leaves]  # on the host a generator's turns count
 
     def has_gradients(self) -> list[bool]:
         """Say which parameters have a gradient from this rank's backwards, not dropped since."""
@@ -110,25 +105,25 @@ class Lane(WholeViews, DirectGradients):
         if self.direct:
             return self.take_direct()
         assert self.arriving is not None
-        views, gaps = self._whole_views(self.arriving)
-        grads = [leaf.grad for leaf in self.leaves]
+        views, gaps = self._views_of(self.arriving)
+        grads: list[Any] = [leaf.grad for leaf in self.leaves]
         there = [grad is not None for grad in grads]
         if False in there:
             gaps = [*gaps, *(view for view, has in zip(views, there, strict=True) if not has)]
             views = [view for view, has in zip(views, there, strict=True) if has]
+            grads = [grad for grad in grads if grad is not None]
             self.touched = [touched or has for touched, has in zip(self.touched, there, strict=True)]
         else:
             self.touched = there
-        found = [grad for grad in grads if grad is not None]
-        if True in [grad.is_sparse for grad in found]:
-            found = [dense(grad) for grad in found]
+        if True in [grad.is_sparse for grad in grads]:
+            grads = [dense(grad) for grad in grads]
         for leaf in self.leaves:
             leaf.grad = None
         if self.fresh and gaps:
             torch._foreach_zero_(gaps)
         if views:
-            (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(views, found)
-        return found
+            (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(views, grads)
+        return grads
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:
         peer, mesh = self.unit.engine.peer, self.unit.engine.mesh
@@ -148,17 +143,6 @@ class Lane(WholeViews, DirectGradients):
         if self.unit.engine.ledger is not None:
             self.hold(self._arriving_kind, buffer)
         return buffer
-
-    @property
-    def lent_dtype(self) -> torch.dtype:
-        """Return the dtype of gradients in the arena.
-
-        They have the precision of the compute dtype, and the peers' kernel adds in fp32, so moving them in the compute
-        dtype loses nothing, even where `reduce_dtype` is wider.
-        """
-        narrower = self.compute_dtype.itemsize < self.reduce_dtype.itemsize
-        again = self._travels_on(sync=True)
-        return self.compute_dtype if narrower and not again else self.reduce_dtype
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -191,6 +175,9 @@ class Lane(WholeViews, DirectGradients):
         return divisor
 
     def _around(self, view: torch.Tensor, run: Run) -> torch.Tensor:
+        """Return the flat gradient that `view`, which an optimizer has, is a part of."""
+        if run.is_all and view.is_contiguous():
+            return view
         storage = view.untyped_storage()
         if view.storage_offset() != run.start or storage.nbytes() != self.master.numel() * view.element_size():
             raise RuntimeError(
@@ -272,10 +259,6 @@ class Lane(WholeViews, DirectGradients):
         else:
             self.accumulated = True
         return Reduction(self.arriving, total, add=not first)
-
-    def _travels_on(self, sync: bool) -> bool:
-        """Say whether the mean over the shard axis goes on from there: over `replicate`, or to the host."""
-        return self.offloaded or (sync and self.unit.engine.mesh.replicate.size > 1)
 
     def end_loan(self, sync: bool) -> list[torch.Tensor]:
         """Give the arena back, after the reduction that `lent_reduction` described; return what else was read."""
@@ -428,15 +411,16 @@ class Lane(WholeViews, DirectGradients):
         """Forget the gradients of some parameters, as `p.grad = None` does, also where only other ranks had one."""
         if self.spent and self.unit.engine.in_backward is not None:
             self.unit.engine.in_backward.check_drop(self)
+        count = len(self.parameters)
+        every = len(positions) == count
         for position in positions:
             self.valid[position] = self.touched[position] = False
         self._shown.difference_update(positions)
         if self.direct:
             return
         self._dropped.update(positions)
-        if len(self._dropped) == len(self.parameters):
+        if every or len(self._dropped) == count:
             self._forget_all()
-        every = len(positions) == len(self.parameters)
         for run in self.runs:
             if every or any(position in positions for position in run.positions):
                 run.dropped()

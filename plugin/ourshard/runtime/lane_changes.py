@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ourshard.runtime.lane_fill import LaneFill
 from ourshard.runtime.lane_key import master_dtype_of
-from ourshard.runtime.lane_store import LaneStore
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
 
 
-class LaneChanges(LaneStore):
+class LaneChanges(LaneFill):
     """The buffers of a lane, as they follow the user."""
 
     def recast(self, dtype: torch.dtype) -> None:
@@ -56,6 +56,15 @@ class LaneChanges(LaneStore):
                 setattr(leaf, name, leaf.data)
         old.leave()
         self.full.count_own()
+
+    def was_toggled(self) -> bool:
+        """Say whether the user toggled `requires_grad` since the leaves followed."""
+        if self.direct:
+            return not self.trainable and any(p.requires_grad for p in self.leaves)
+        for resting, leaf in zip(self.resting, self.leaves, strict=True):  # on the host a generator's turns count
+            if resting.requires_grad != leaf.requires_grad:
+                return True
+        return False
 
     def follow_requires_grad(self, master_dtype: torch.dtype) -> bool:
         """Take over a `requires_grad` that the user toggled; return whether the lane became trainable."""
@@ -101,10 +110,12 @@ class LaneChanges(LaneStore):
 
     def follow_moved(self) -> None:
         """Take over whole parameters that the user moved to another dtype or memory, as `model.to(dtype)` does."""
-        views = [self.whole_view(self.master, position) for position in range(len(self.parameters))]
-        moved = [p for p, view in zip(self.resting, views, strict=True) if p.data_ptr() != view.data_ptr()]
+        start, width = self.master.data_ptr(), self.store_dtype.itemsize
+        pairs = zip(self.resting, self.layout.tensors, strict=True)
+        moved = [p for p, tensor in pairs if tensor.numel and p.data_ptr() != start + tensor.offset * width]
         if not moved:
             return
+        views = [self.whole_view(self.master, position) for position in range(len(self.parameters))]
         for parameter, view in zip(self.resting, views, strict=True):
             changed = parameter.data != view.to(parameter.dtype)  # else the master has more precision
             view.copy_(torch.where(changed, parameter.data.to(view.dtype), view))

@@ -108,7 +108,7 @@ class StepByLane:
                 yield from engine.disk.bring(optimizer, [lane for lane in lanes if lane.on_disk])
 
     def _send_up(self, lane: Lane, master: torch.Tensor) -> None:
-        with lane.unit.engine.streams.gather():
+        with lane.unit.engine.streams.gather:
             lane.send_up(master)
         self.sent.append(lane)
 

@@ -1,61 +1,57 @@
-"""The whole parameters of a lane as views of one flat buffer, made in one call."""
+"""Views of whole gradients: where the parameters of a lane lie in a flat buffer."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
-from ourshard.runtime.lane_store import LaneStore
+
+class Views(NamedTuple):
+    """Views of a flat buffer: of each parameter, with its shape, and of what is between them."""
+
+    parameters: list[torch.Tensor]
+    gaps: list[torch.Tensor]
 
 
-class WholeViews(LaneStore):
-    """How a lane cuts a buffer of whole gradients into those of its parameters."""
+Spans = tuple[tuple[int, int, tuple[int, ...]], ...]  # offset, elements and shape of each parameter, in order
 
-    is_lent: bool
-    _lent_views: tuple[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] | None
 
-    def _whole_views(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return `whole_view` of every parameter, and what is between; made once for a buffer that comes back."""
-        where = (buffer.data_ptr(), buffer.dtype)
-        if self._lent_views is not None and self._lent_views[0] == where:
-            return self._lent_views[1]
-        like, places = self._pattern
-        pieces = torch._C._nn.unflatten_dense_tensors(buffer, like)
-        views = [pieces[place] for place in places]
-        for position in self._empty:
-            views[position] = self.whole_view(buffer, position)  # its shape would be lost
-        found = views, [pieces[place] for place in self._gaps]
-        if self.is_lent:
-            self._lent_views = (where, found)
-        return found
+class Pattern:
+    """How a flat buffer is cut into parameters. Made by `pattern_of`, so that lanes which are alike have the same one.
 
-    @functools.cached_property
-    def _pattern(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Return a meta tensor for each parameter and each gap, in the order of offsets, and the parameters' places.
+    One call makes all views of a buffer; on the host that is a third of one slice and view a parameter.
+    """
 
-        By it one call makes all views of a buffer; on the host that is a third of one slice and view a parameter.
-        """
-        like: list[torch.Tensor] = []
-        places = []
+    __slots__ = ("_empty", "_gaps", "_like", "_places")
+
+    def __init__(self, numel: int, spans: Spans) -> None:
+        like: list[torch.Tensor] = []  # a meta tensor for each parameter and each gap, in the order of offsets
+        places: list[int] = []  # of the parameters among them
         end = 0
-        for parameter, tensor in zip(self.parameters, self.layout.tensors, strict=True):
-            if tensor.offset > end:
-                like.append(torch.empty(tensor.offset - end, device="meta"))
+        for offset, length, shape in spans:
+            if offset > end:
+                like.append(torch.empty(offset - end, device="meta"))
             places.append(len(like))
-            like.append(torch.empty(parameter.shape, device="meta"))
-            end = tensor.stop
-        if self.layout.numel > end:
-            like.append(torch.empty(self.layout.numel - end, device="meta"))
-        return like, places
+            like.append(torch.empty(shape, device="meta"))
+            end = offset + length
+        if numel > end:
+            like.append(torch.empty(numel - end, device="meta"))
+        self._like, self._places = like, places
+        self._gaps = sorted(set(range(len(like))) - set(places))
+        # The shapes of parameters without elements would be lost.
+        self._empty = [(number, *span) for number, span in enumerate(spans) if not span[1]]
 
-    @functools.cached_property
-    def _gaps(self) -> list[int]:
-        """Return the places of gaps in `_pattern`."""
-        like, places = self._pattern
-        return sorted(set(range(len(like))) - set(places))
+    def views_of(self, buffer: torch.Tensor) -> Views:
+        pieces = torch._C._nn.unflatten_dense_tensors(buffer, self._like)
+        views = [pieces[place] for place in self._places]
+        for number, offset, length, shape in self._empty:
+            views[number] = buffer[offset : offset + length].view(shape)
+        return Views(views, [pieces[place] for place in self._gaps])
 
-    @functools.cached_property
-    def _empty(self) -> list[int]:
-        """Return the positions of parameters without elements."""
-        return [position for position, tensor in enumerate(self.layout.tensors) if not tensor.numel]
+
+@functools.lru_cache(maxsize=1024)
+def pattern_of(numel: int, spans: Spans) -> Pattern:
+    """Return the pattern of a flat buffer of `numel` elements; the same object for the same arguments."""
+    return Pattern(numel, spans)

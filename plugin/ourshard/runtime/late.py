@@ -36,9 +36,11 @@ class LateDivision:
     def ask(self, gradient: torch.Tensor, divisor: torch.Tensor) -> bool:
         """Note that `gradient` is to be divided; False where it is not one optimizer that steps all of it."""
         lane = self._lane
+        if not lane.offloaded:
+            return False
         stepped = {position for run in lane.runs for position in run.positions}
         whole = all(position in stepped for position, valid in enumerate(lane.valid) if valid)
-        if not lane.offloaded or not whole or len({id(run.optimizer()) for run in lane.runs}) != 1:
+        if not whole or len({id(run.optimizer()) for run in lane.runs}) != 1:
             return False
         self.divisor, self._version = divisor, gradient._version
         return True

@@ -3,12 +3,16 @@
 Note [Newcomers]
 ----------------
 A parameter that is registered later is in no unit: nobody would reduce its gradient or save it, and each rank would
-train its own. torch tells of every registration in the process, which is counted. The next forward with gradient of a
-model looks for newcomers if there was any.
+train its own. torch tells of every registration in the process; those in a module of a sharded model are counted. The
+next forward with gradient of a model looks for newcomers if there was any.
+
+Registrations elsewhere say nothing: transformers takes a slice of a model's layers in each forward, a new list in which
+all of them are registered, and to look for newcomers costs the host 300 calls a layer.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class _Registrations:
-    """How often anything was registered in a module since the first model was sharded."""
+    """How often anything was registered in a module of a sharded model."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.modules: set[int] = set()  # ids of theirs; one that another module has got by now costs a look
         self._watching = False
 
     def watch(self) -> None:
@@ -38,7 +43,8 @@ class _Registrations:
             register_module_module_registration_hook(self._add)
 
     def _add(self, module: nn.Module, name: str, value: Any) -> None:
-        self.count += 1
+        if id(module) in self.modules:
+            self.count += 1
 
 
 _REGISTRATIONS = _Registrations()
@@ -50,6 +56,16 @@ class Newcomers:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         _REGISTRATIONS.watch()
+        self._modules: set[int] = set()
+        weakref.finalize(self, _REGISTRATIONS.modules.difference_update, self._modules)
+        self._follow_modules()
+
+    def _follow_modules(self) -> None:
+        """Take in which modules the model has, with those that came without parameters."""
+        model = self._engine.model()
+        if model is not None:
+            self._modules.update(map(id, model.modules()))
+            _REGISTRATIONS.modules.update(self._modules)
         self._seen = _REGISTRATIONS.count
 
     def refuse(self) -> None:
@@ -64,7 +80,7 @@ class Newcomers:
                 "own, and no checkpoint would have it. Change the model (add adapters or heads, resize embeddings, "
                 "parametrize or prune weights) before `prepare`, or take a frozen one (`requires_grad_(False)`)."
             )
-        self._seen = _REGISTRATIONS.count
+        self._follow_modules()
 
     def _names(self) -> list[str]:
         engine = self._engine

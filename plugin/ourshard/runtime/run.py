@@ -30,6 +30,7 @@ class Run:
     __slots__ = (
         "group",
         "handed_out",
+        "is_all",
         "lane",
         "optimizer",
         "owner",
@@ -49,6 +50,7 @@ class Run:
             last = lane.rows(held[-1])
             self.start = lane.rows(held[0]).offset
             self.stop = last.offset + last.numel(lane.layout.tensors[held[-1]].granule)
+        self.is_all = self.stop - self.start == lane.master.numel()  # that this rank has of the lane
         self.parameter: nn.Parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
         if held:
             self.parameter.data = lane.master[self.start : self.stop]
@@ -90,7 +92,7 @@ class Run:
         if self.stop == self.start:
             return torch.zeros_like(self.parameter)
         assert gradient is not None
-        return gradient[self.start : self.stop]
+        return gradient if self.is_all else gradient[self.start : self.stop]
 
     def dropped(self) -> None:
         """Follow `p.grad = None` of one of the parameters.

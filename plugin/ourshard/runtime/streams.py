@@ -6,12 +6,12 @@ Four streams: the caller's (compute), gather, reduce and, where inputs of units 
 allocated and freed on the compute stream, so the caching allocator reuses a freed block only for work that is queued
 later on that stream, and:
 
-* a gather waits for the compute stream as it is when the gather is issued (`before_gather`): the block it fills was
+* a gather waits for the compute stream as it is when the gather is issued (`gather`): the block it fills was
   freed by work queued before, and the masters it reads were stepped there;
-* compute waits for the gather of a unit before its first kernel (`after_gather`);
+* compute waits for the gather of a unit before its first kernel (`wait`);
 * copies wait for compute as gathers do; what they read or fill is kept alive until compute has waited for them;
-* a reduction waits for compute, which filled its buffer (`before_reduce`), and its buffer is kept alive by the
-  runtime until compute has waited for it (`after_reduce`): no `record_stream`.
+* a reduction waits for compute, which filled its buffer (`reduce`), and its buffer is kept alive by the
+  runtime until compute has waited for it (`wait`, `join`): no `record_stream`.
 
 On a CPU all work is synchronous and every edge is empty.
 """
@@ -44,6 +44,16 @@ class Queue:
         return None
 
 
+def _make_current(stream: torch.cuda.Stream) -> None:
+    """Do what `torch.cuda.set_stream` does in three calls."""
+    torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+
+
+def _event() -> Any:
+    """Return a new event: of the class below `torch.cuda.Event`, which puts a method of Python around each call."""
+    return torch._C._CudaEventBase()
+
+
 class _Current:
     """The stream that is current on a device: of torch a question costs more than of this, since it makes an object."""
 
@@ -62,14 +72,17 @@ class _Current:
 
 
 class _After(Queue):
-    """Queue on a stream, after the work that the current one has so far. One event serves all waits of a stream."""
+    """Queue on a stream, after the work that the current one has so far. One event serves all waits of a stream.
+
+    A step enters it three times for a unit, so that what torch's own context managers ask again each time is kept.
+    """
 
     __slots__ = ("_before", "_current", "_event", "_stream")
 
     def __init__(self, stream: torch.cuda.Stream, current: _Current) -> None:
         self._stream = stream
         self._current = current
-        self._event = torch.cuda.Event()
+        self._event = _event()
         self._before: torch.cuda.Stream | None = None
 
     def __enter__(self) -> _After:
@@ -77,11 +90,11 @@ class _After(Queue):
         self._before = self._current.stream()
         self._event.record(self._before)
         self._event.wait(self._stream)
-        torch.cuda.set_stream(self._stream)
+        _make_current(self._stream)
         return self
 
     def mark(self, event: Any) -> Any:
-        event = event or torch.cuda.Event()
+        event = event or _event()
         event.record(self._stream)
         return event
 
@@ -91,38 +104,33 @@ class _After(Queue):
 
     def __exit__(self, *exception: object) -> None:
         assert self._before is not None
-        torch.cuda.set_stream(self._before)
+        _make_current(self._before)
         self._before = None
 
 
 class Streams:
-    """The gather and reduce streams of a device; no-ops on a CPU."""
+    """The gather and reduce streams of a device; no-ops on a CPU.
+
+    Attributes: `gather` and `reduce` queue on one of them, after the compute stream's work so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.meter: Meter | None = None  # the engine's, while it measures
-        self._after_gather, self._after_reduce = Queue(), Queue()
+        self.gather = self.reduce = Queue()
         self._copies: _After | None = None
         self._device = device
         if self.on_gpu:
             self._gather = torch.cuda.Stream(device, priority=-1)
             self._reduce = torch.cuda.Stream(device, priority=-1)
             self._current = _Current(device)
-            self._after_gather = _After(self._gather, self._current)
-            self._after_reduce = _After(self._reduce, self._current)
-
-    def gather(self) -> Queue:
-        """Queue on the gather stream, after the compute stream's work so far."""
-        return self._after_gather
-
-    def reduce(self) -> Queue:
-        """Queue on the reduce stream, after the compute stream's work so far."""
-        return self._after_reduce
+            self.gather = _After(self._gather, self._current)
+            self.reduce = _After(self._reduce, self._current)
 
     def copies(self) -> Queue:
         """Queue on the stream of copies to the host and back, after the compute stream's work so far."""
         if not self.on_gpu:
-            return self._after_gather
+            return self.gather
         if self._copies is None:
             self._copies = _After(torch.cuda.Stream(self._device, priority=-1), self._current)
         return self._copies
@@ -154,7 +162,7 @@ class Streams:
 
     def fork(self) -> None:
         """Make gathers and reductions wait for the compute stream, so that a capture of it takes in all three."""
-        for queue in (self._after_gather, self._after_reduce):
+        for queue in (self.gather, self.reduce):
             with queue:
                 pass
 

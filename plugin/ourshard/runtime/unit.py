@@ -33,6 +33,7 @@ from ourshard.runtime.meter import Spent
 from ourshard.runtime.passage import Passage
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action
+from ourshard.runtime.streams import Queue
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
@@ -50,18 +51,19 @@ class _Calls:
 class Call:
     """One forward with gradient. Its graph alone keeps it alive, so that one without a backward is forgotten."""
 
-    __slots__ = ("__weakref__", "_among", "begun")
+    __slots__ = ("__weakref__", "_among", "begun", "is_open")
 
     def __init__(self, among: _Calls) -> None:
         self.begun = False  # its backward has
-        self._among: _Calls | None = among
+        self.is_open = True
+        self._among = among
         among.open += 1
 
     def close(self) -> None:
         """Count it no more."""
-        among, self._among = self._among, None
-        if among is not None:
-            among.open -= 1
+        if self.is_open:
+            self.is_open = False
+            self._among.open -= 1
 
     __del__ = close
 
@@ -83,7 +85,7 @@ class Unit:
         self.held = False
         self.pinned = 0  # `gathered(...)` contexts around it
         self.calls = _Calls()
-        self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward has
+        self._begun: list[weakref.ref[Call]] = []  # calls whose backward has
         self.entered: list[Entry] = []  # calls whose forward is under way
         self.running = False
         self.passed = 0  # modules whose forward is over in this pass
@@ -94,6 +96,7 @@ class Unit:
         self._gathered: Any = None  # event on the gather stream that compute has not waited for
         self.freed: list[Lane] = []  # lanes whose whole parameters are freed at release
         self.taken: list[Taken] = []  # leaves that the user holds: Note [Kept after gathered] in kept.py
+        self._trainable: list[Lane] = []
         self._gather_mark: Any = None  # that event, kept for the next gather
         self._reduce_mark: Any = None  # as `_gather_mark`, on the reduce stream
         self._sites: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
@@ -102,6 +105,7 @@ class Unit:
         """Make the lanes of a layout over `parameters`."""
         reduce_dtype = self.engine.reduce_dtype
         self.lanes = [Lane(self, lane, parameters, reduce_dtype or lane.key.compute_dtype) for lane in layout.lanes]  # type: ignore[attr-defined]
+        self.follow_trainable()
         self.sharded = any(lane.gathers for lane in self.lanes)
         self.freed = [lane for lane in self.lanes if lane.placement.params is At.SHARD]
 
@@ -130,21 +134,29 @@ class Unit:
         if self.whole and (self.pinned or not self.sharded):
             return
         engine = self.engine
+        self.open_gather()
+        with engine.streams.gather as stream:
+            self.fill(stream)
+        if engine.disk is not None:
+            ahead = engine.schedule.upcoming(engine.config.offload.windows)
+            engine.disk.shards.read_ahead([lane for unit in ahead for lane in unit.lanes if lane.passes_disk])
+
+    def open_gather(self) -> None:
+        """Take the memory that `fill` fills; on the compute stream, whose allocator owns it."""
         self.is_ahead = self.is_ahead or not self.whole
         self.whole = True
         for lane in self.lanes:
             lane.full.allocate()
         if self.taken:
             reopen(self)
-        if engine.ledger is not None and self.sharded:
-            engine.ledger.gathers[self.label] += 1
-        with engine.streams.gather() as stream:
-            for lane in self.lanes:
-                lane.fill()
-            self._gathered = self._gather_mark = stream.mark(self._gather_mark)
-        if engine.disk is not None:
-            ahead = engine.schedule.upcoming(engine.config.offload.windows)
-            engine.disk.shards.read_ahead([lane for unit in ahead for lane in unit.lanes if lane.passes_disk])
+        if self.engine.ledger is not None and self.sharded:
+            self.engine.ledger.gathers[self.label] += 1
+
+    def fill(self, stream: Queue) -> None:
+        """Bring the parameters in, on the stream of gathers, which is the current one."""
+        for lane in self.lanes:
+            lane.fill()
+        self._gathered = self._gather_mark = stream.mark(self._gather_mark)
 
     def require(self) -> None:
         """Make the parameters whole and ready for the current stream, through the recorded order."""
@@ -339,13 +351,18 @@ class Unit:
 
     def close(self) -> None:
         """Forget the calls whose backward is over."""
-        for call in list(self._begun):
-            call.close()
-        self._begun.clear()
+        self._close_begun()
         if self._passage is not None:
             self._close_passage()
         self.running = False
         self.passed = self.recomputes = 0
+
+    def _close_begun(self) -> None:
+        for reference in self._begun:
+            call = reference()
+            if call is not None and call.is_open:
+                call.close()
+        self._begun.clear()
 
     def on_leaf_gradient(self, leaf: torch.Tensor) -> None:
         """Run as a hook on the leaves of a rooted unit, which no boundary ends: reduce once all have arrived."""
@@ -376,7 +393,7 @@ class Unit:
         """Run as a hook on the outputs of a call (or of a read from outside): a gradient is about to enter the unit."""
         if call is not None and not call.begun:
             call.begun = True
-            self._begun.add(call)
+            self._begun.append(weakref.ref(call))
         self.before_backward()
 
     def watch(self, outputs: Any) -> bool:
@@ -385,14 +402,17 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        return any(lane.trainable for lane in self.lanes)
+        return bool(self._trainable)
+
+    def follow_trainable(self) -> None:
+        """Take in which lanes train."""
+        self._trainable = [lane for lane in self.lanes if lane.trainable]
 
     def lanes_due(self) -> list[Lane]:
         """Return the lanes that this backward reduces; the same on every rank."""
-        engine = self.engine
-        if engine.sync_backward:
-            return [lane for lane in self.lanes if lane.trainable]
-        return [lane for lane in self.lanes if lane.trainable and engine.lane_reduces_now(lane)]
+        if self.engine.sync_backward:
+            return self._trainable
+        return [lane for lane in self._trainable if self.engine.lane_reduces_now(lane)]
 
     def has_arrived(self) -> bool:
         """Say whether a gradient waits to be reduced in this backward."""
@@ -411,7 +431,7 @@ class Unit:
         for lane in due:
             lane.prepare(reduce_next=True, again=again)
         read: list[torch.Tensor] = []
-        with engine.streams.reduce() as stream:
+        with engine.streams.reduce as stream:
             for lane in due:
                 read += lane.take_gradients()
             lent = [lane for lane in due if lane.is_lent]
