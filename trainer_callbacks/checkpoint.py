@@ -14,7 +14,7 @@ import torch
 from ourshard.checkpoint import commit, running
 from ourshard.checkpoint.agreeing import together
 from ourshard.checkpoint.background import BACKGROUND
-from ourshard.checkpoint.source import CheckpointError, DiskError
+from ourshard.checkpoint.source import CheckpointError
 from ourshard.integrations import models
 from ourshard.integrations.late_flag import LateFlag
 from ourshard.integrations.saving import sharded_folder
@@ -160,7 +160,7 @@ class ShardCheckpointCallback(ShardTrainerCallback):
                 background=background,
                 several_disks=False,
             )
-        except (OSError, DiskError) as error:
+        except OSError as error:
             self._lose(f"{folder}: {error}", state.is_world_process_zero)
 
     def _retain(self, root: Path) -> None:

@@ -31,6 +31,20 @@ def test_the_fixtures_are_read_as_they_were(name: str) -> None:
         assert source.description.ties == truth_of(name).tied
 
 
+def test_from_pretrained_of_a_checkpoint_by_rows_says_what_makes_a_model_of_it(tmp_path: Path) -> None:
+    """A11: transformers alone says that a file is missing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    save(tmp_path / "checkpoint-5" / "ourshard", make_state(), 1)
+    LlamaConfig().save_pretrained(tmp_path / "checkpoint-5")
+    with pytest.raises(OSError, match=r"checkpoint by rows.*ourshard convert .*checkpoint-5 DIR --to safetensors"):
+        LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-5")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OSError) as error:
+        LlamaForCausalLM.from_pretrained(tmp_path / "empty")
+    assert "by rows" not in str(error.value)
+
+
 @needs_fixtures
 @pytest.mark.parametrize("max_shard_size", [None, 3000])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

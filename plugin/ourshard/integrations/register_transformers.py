@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -100,6 +101,7 @@ def pretrained_model(module: ModuleType) -> None:
             _refuse(cls, "save_pretrained", "transformers", lost)
         return
     _wrap_loading(cls)
+    _wrap_finding(cls)
     _wrap_saving(cls, "save_pretrained")
 
 
@@ -117,6 +119,26 @@ def _wrap_loading(cls: Any) -> None:
         return load_pretrained(load, dict(signature.bind(*args, **kwargs).arguments))
 
     cls._load_pretrained_model = kind(load_or_leave)
+
+
+def _wrap_finding(cls: Any) -> None:
+    """Let `from_pretrained` say of a checkpoint by rows what makes a model of it."""
+    load = inspect.getattr_static(cls, "from_pretrained").__func__
+
+    @functools.wraps(load)
+    def load_or_explain(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(kind, *args, **kwargs)
+        except OSError as error:
+            path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            if path is None or not os.path.isfile(os.path.join(path, "ourshard", "ourshard.json")):
+                raise
+            raise OSError(
+                f"{path} is a checkpoint by rows, which any number of ranks resumes from. For a model to load: "
+                f"ourshard convert {path} DIR --to safetensors"
+            ) from error
+
+    cls.from_pretrained = classmethod(load_or_explain)
 
 
 def _wrap_saving(cls: Any, function: str) -> None:
