@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
 import evaluating
 from datasets import load_dataset
@@ -90,8 +91,8 @@ def main() -> None:
         preprocess_logits_for_metrics=evaluating.best if args.do_eval else None,
     )
     if args.do_train:
-        resume = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
-        result = trainer.train(resume_from_checkpoint=resume)
+        found = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or found)
         trainer.save_model()
         trainer.log_metrics("train", result.metrics)
         trainer.save_metrics("train", result.metrics)
