@@ -369,6 +369,10 @@ def refused(what: str) -> None:
         os.environ.pop("ACCELERATE_USE_CPU", None)
         PartialState()
         Accelerator(ourshard_plugin=plugin)
+    elif what == "shared blocks":
+        actor, critic = tiny(), tiny()
+        critic.blocks = actor.blocks
+        Accelerator(ourshard_plugin=plugin).prepare(actor, critic)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +383,7 @@ def refused(what: str) -> None:
         ("environment", "stage: the ShardPlugin gives 3, but OURSHARD_CONFIG gives 1"),
         ("comm hook", "comm_hook belongs to DDP"),
         ("alone", "each would train alone"),
+        ("shared blocks", "belong to a model that is sharded already"),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(ranks, what, message):

@@ -24,6 +24,7 @@ from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.disk import open_disk
 from ourshard.runtime.divided import divides_masters, effective_stage
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.host_room import check_host
 from ourshard.runtime.in_backward import steps_in_backward
 from ourshard.runtime.inventory import Parameter, UnitParameters, take_stock
@@ -192,6 +193,7 @@ def _checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         _refuse_own_optimizers(model)
         stock = take_stock(model, engine.config.wrap, _merge_numel(engine))
         _refuse_composed(stock)
+        _refuse_shared(stock)
         _refuse_renormalisation(model, engine)
         _refuse_common_memory([parameter for entry in stock for parameter in entry.parameters])
         _refuse_meta(model, stock if engine.mesh.world.rank == 0 else [])
@@ -225,6 +227,17 @@ def _refuse_composed(stock: list[UnitParameters]) -> None:
                 f"{parameter.name!r} is a {type(parameter.tensor).__name__}, several tensors behind one, which can't "
                 "be cut into rows. Quantize with bitsandbytes, whose weights are plain bytes, or after training."
             )
+
+
+def _refuse_shared(stock: list[UnitParameters]) -> None:
+    """Refuse parameters that another model shards: each engine would gather them and reduce their gradients."""
+    shared = [p.name for entry in stock for p in entry.parameters if isinstance(p.tensor, ShardParameter)]
+    if shared:
+        raise ValueError(
+            f"{len(shared)} parameters ({', '.join(shared[:3])}, ...) belong to a model that is sharded already, as "
+            "where an actor and a critic share a trunk. Put both models into one module, whose forward calls either, "
+            "and prepare that; or shard with stage 0, where parameters may be shared."
+        )
 
 
 def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:
