@@ -31,7 +31,7 @@ from ourshard.integrations.optimizer import ShardOptimizer, refuse_fused_backwar
 from ourshard.integrations.plugin import ShardPlugin
 from ourshard.integrations.saving import SavingMixin
 from ourshard.offload.preflight import why_not
-from ourshard.runtime import api
+from ourshard.runtime import api, control
 from ourshard.runtime.in_backward import NO_CLIPPING, NO_SCALING
 from ourshard.runtime.scaler import ShardGradScaler
 
@@ -186,6 +186,21 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of the gradients."""
         self._clip("value", _listed(parameters), clip_value)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other ranks, and let them know of it should they wait for something else."""
+        with control.waiting("accelerator.wait_for_everyone"):
+            super().wait_for_everyone()
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors of all ranks; as `wait_for_everyone`."""
+        with control.waiting("accelerator.gather"):
+            return super().gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors of all ranks; as `wait_for_everyone`."""
+        with control.waiting("accelerator.reduce"):
+            return super().reduce(tensor, reduction, scale)
 
     def free_memory(self, *objects: Any) -> Any:
         """Drop what engines hold between a forward and a step, also after an exception; then let go of the objects."""

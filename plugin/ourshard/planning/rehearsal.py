@@ -94,6 +94,7 @@ class _Nobody:
 
     world = 2
     is_silent = True  # every unit is used, so that ranks need not meet
+    host_waits = False
 
     def agree(self, label: str) -> None:
         """Agree."""

@@ -57,12 +57,6 @@ _GATHERING = _synchronous(dist.distributed_c10d.AllgatherOptions())
 _SUMMING, _AVERAGING = _scattering(dist.ReduceOp.SUM), _scattering(dist.ReduceOp.AVG)
 
 
-def _finish(work: dist.Work | None) -> None:
-    """Wait for a synchronous collective; NCCL's is on the current stream, and torch 2.11 returns nothing for it."""
-    if work is not None:
-        work.wait()
-
-
 _KNOWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # to all backends
 
 
@@ -95,7 +89,7 @@ class Arrival:
         """Make the current stream wait, or on a CPU the host, and return what came. Idempotent."""
         if self.work is not None:
             with self.control.waiting(self.label):
-                self.work.wait()
+                self.control.finish(self.work)
             self.work = None
         return self.received
 
@@ -151,7 +145,7 @@ class Collectives:
         if whole.dtype not in _KNOWN:
             whole, segment = _bytes(whole), _bytes(segment)
         with self.control.waiting(f"gather of {label}", Spent.GATHER):
-            _finish(_gather(axis.group, whole, segment, _GATHERING))
+            self.control.finish(_gather(axis.group, whole, segment, _GATHERING))
 
     def _gather_in_two_hops(self, whole: torch.Tensor, segment: torch.Tensor, hops: Hops, label: str) -> None:
         """Follow Note [Two-hop gathers]. `whole` may be bytes or values."""
@@ -167,7 +161,7 @@ class Collectives:
         wholes, segments = [block.view(-1) for block in blocks], [block[node.rank] for block in blocks]
         assert node.group is not None
         with self.control.waiting(f"gather of {label}", Spent.GATHER):
-            _finish(_gather_several(node.group, wholes, segments, _GATHERING))
+            self.control.finish(_gather_several(node.group, wholes, segments, _GATHERING))
         self._hold(-came.nbytes)
 
     def reduce_scatter(
@@ -180,7 +174,7 @@ class Collectives:
             self._count_others("reduce_scatter", axis, whole.nbytes)
         assert axis.group is not None
         with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
-            _finish(_scatter(axis.group, segment, whole, _AVERAGING if mean else _SUMMING))
+            self.control.finish(_scatter(axis.group, segment, whole, _AVERAGING if mean else _SUMMING))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis, label: str) -> None:
         """Send one equal part of `sent` to each rank of the axis; `received` gets theirs, in the order of ranks."""
@@ -188,7 +182,8 @@ class Collectives:
             return
         self._count_others("all_to_all", axis, sent.nbytes)
         with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
-            dist.all_to_all_single(received, sent, group=axis.group)
+            host = self.control.host_waits
+            self.control.finish(dist.all_to_all_single(received, sent, group=axis.group, async_op=host))
 
     def exchange(self, sent: torch.Tensor, lengths: list[int], counts: list[int], axis: Axis, label: str) -> Arrival:
         """Begin to send `lengths[r]` elements of `sent` to each rank r, and to receive `counts[r]`, both in order."""
@@ -210,7 +205,7 @@ class Collectives:
             return
         self._count_others("all_reduce", axis, 2 * tensor.nbytes)
         with self.control.waiting(f"reduce of {label}", Spent.REDUCE):
-            dist.all_reduce(tensor, op=op, group=axis.group)
+            self.control.finish(dist.all_reduce(tensor, op=op, group=axis.group, async_op=self.control.host_waits))
 
     def broadcast(self, tensor: torch.Tensor, axis: Axis, label: str, source: int = 0) -> None:
         """Copy `tensor` of the axis's rank `source` to all its ranks, in place."""
@@ -218,7 +213,8 @@ class Collectives:
             return
         self._count("broadcast", axis, tensor.nbytes)
         with self.control.waiting(f"broadcast of {label}"):
-            dist.broadcast(_bytes(tensor), group_src=source, group=axis.group)
+            host = self.control.host_waits
+            self.control.finish(dist.broadcast(_bytes(tensor), group_src=source, group=axis.group, async_op=host))
 
     def _count_others(self, name: str, axis: Axis, nbytes: int) -> None:
         """Count `nbytes` but for this rank's own part of them."""

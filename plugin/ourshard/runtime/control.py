@@ -9,6 +9,10 @@ first: each rank says, over a gloo group on the host, what it is about to do, an
 A rank that waits in an agreement looks about every few seconds. Each rank that waits for more than `REPORT_AFTER`
 seconds puts what it waits for into the store of the process group. If all ranks wait, and not for the same thing,
 no collective can ever complete: the waiting ranks raise, naming who is where.
+
+So does a rank that waits in a collective of the model itself, where the host is what waits (gloo). There a rank may
+be ahead of another that a slow link still serves; so it raises at once only if all have begun as many waits as it has,
+and else when nothing has changed for `UNEVEN_AFTER` seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +37,7 @@ logger = logging.getLogger("ourshard")
 
 PATIENCE = timedelta(days=1)  # of `meet`; a rank that has gone is noticed at once
 REPORT_AFTER = 4.0  # seconds a rank waits before it tells the others what for
+UNEVEN_AFTER = 60.0  # seconds after which ranks that began different numbers of waits, and all wait, count as stuck
 _LABEL_BYTES = 192
 
 # torch 2.13 renamed it, and warns at the old name on every start.
@@ -48,19 +54,30 @@ class Waiting:
     How long it takes is the watch's to find out: it costs a step nothing.
     """
 
-    __slots__ = ("_watch", "label")
+    __slots__ = ("_watch", "label", "number")
 
     def __init__(self, watch: Watch, label: str) -> None:
         self._watch = watch
         self.label = label
+        self.number = 0
 
     def __enter__(self) -> None:
-        self._watch.current = self
+        watch = self._watch
+        self.number = watch.begun = watch.begun + 1
+        watch.current = self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self._watch.last = self.label
             self._watch.current = None
+
+
+class Word(NamedTuple):
+    """What a rank told the others: what it waits for, its how many-th wait it is, and when it said so."""
+
+    label: str
+    number: int
+    since: float
 
 
 class Watch:
@@ -74,6 +91,7 @@ class Watch:
         self.world = world
         self._store = dist.PrefixStore("ourshard/waits", store)
         self.current: Waiting | None = None
+        self.begun = 0  # waits of this process
         self._seen: tuple[Waiting | None, float] = None, 0.0  # what was current when the thread last looked, and since
         self.last = "nothing yet"
         self._posted = ""
@@ -102,16 +120,16 @@ class Watch:
             if text:
                 logger.warning("rank %d waits for other ranks in: %s (before: %s)", self.rank, text, self.last)
             self._posted = text
-            self._store.set(str(self.rank), json.dumps({"label": text, "since": time.time(), "before": self.last}))
+            self._store.set(str(self.rank), json.dumps((text, wait.number if wait else 0, time.time())))
 
-    def others(self) -> dict[int, str]:
-        """Return what the other ranks said they wait for, by rank; ranks that said nothing are left out."""
+    def others(self) -> dict[int, Word]:
+        """Return what the other ranks said they wait for, by rank; ranks that wait for nothing are left out."""
         found = {}
         for rank in range(self.world):
             if rank != self.rank and self._store.check([str(rank)]):
-                label = json.loads(self._store.get(str(rank)))["label"]
-                if label:
-                    found[rank] = label
+                word = Word(*json.loads(self._store.get(str(rank))))
+                if word.label:
+                    found[rank] = word
         return found
 
 
@@ -130,6 +148,12 @@ def watch() -> Watch | None:
             store.clone() if hasattr(store, "clone") else store, dist.get_rank(), dist.get_world_size()
         )
     return _WATCHES[world]
+
+
+def waiting(label: str) -> AbstractContextManager[None]:
+    """Tell the other ranks what this one waits for in a collective that no engine issues, should it take long."""
+    running = watch()
+    return Waiting(running, label) if running is not None else nullcontext()
 
 
 def stop_watching() -> None:
@@ -170,6 +194,7 @@ class Control:
         self._silent = False
         self.patient = host_group("disks", PATIENCE) if mesh.control is not None else None
         self._watch = watch() if mesh.control is not None else None
+        self.host_waits = self._watch is not None and mesh.device.type == "cpu"  # in a collective, not the device
 
     @property
     def is_silent(self) -> bool:
@@ -289,14 +314,42 @@ class Control:
             yield
         meter.close(span)
 
+    def finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective, inside of `waiting`; raise `DesyncError` if it can't end and the host could see that.
+
+        Where the device waits, its stream does. None, of a collective on the current stream, is nothing to wait for.
+        """
+        if work is None:
+            return
+        if not self.host_waits:
+            work.wait()
+        elif not self._done(work):
+            self._finish_slowly(work)
+
+    def _finish_slowly(self, work: dist.Work) -> None:
+        assert self._watch is not None
+        mine = self._watch.current
+        assert mine is not None
+        before: dict[int, Word] = {}
+        since = time.monotonic()
+        while not self._done(work):
+            others = self._watch.others()
+            if others != before:
+                before, since = others, time.monotonic()
+                continue
+            apart = any(word.label != mine.label for word in others.values())
+            level = all(word.number == mine.number for word in others.values())
+            if len(others) == self.world - 1 and apart and (level or time.monotonic() - since > UNEVEN_AFTER):
+                raise DesyncError(self._stuck(mine.label, others))
+
     def _wait(self, work: dist.Work, label: str) -> None:
         assert self._watch is not None
         measured = nullcontext() if self.meter is None else self.meter.span(Spent.AGREE, label)
         with measured, profiler_range("ourshard::agree"), Waiting(self._watch, label):
             while not self._done(work):
                 others = self._watch.others()
-                if len(others) == self.world - 1 and any(said != label for said in others.values()):
-                    raise DesyncError(self._disagreement({self.rank: label, **others}))
+                if len(others) == self.world - 1 and any(word.label != label for word in others.values()):
+                    raise DesyncError(self._stuck(label, others))
 
     @staticmethod
     def _done(work: dist.Work) -> bool:
@@ -307,6 +360,9 @@ class Control:
             if work.is_completed():
                 raise
             return False
+
+    def _stuck(self, label: str, others: dict[int, Word]) -> str:
+        return self._disagreement({self.rank: label, **{rank: word.label for rank, word in others.items()}})
 
     def _disagreement(self, said: dict[int, str]) -> str:
         places = "\n".join(f"  rank {rank}: {label}" for rank, label in sorted(said.items()))

@@ -3,7 +3,9 @@
 Note [Recorded order]
 ---------------------
 A phase is one forward of the root, or one backward. Ranks tell each other which phase they begin, and compare when it
-ends: nobody waits for the others, and two ranks that run different phases both raise.
+ends: nobody waits for the others, and two ranks that run different phases both raise. Where the host itself waits in a
+collective (gloo), they compare before the first one of the phase, which waits for all ranks anyway: gloo ends the
+process, without a word of ours, when ranks bring different sizes.
 
 The first time, each event (gather a unit, reduce a unit) is agreed on by all ranks and recorded. Where ranks want
 different events (an expert that only one of them uses) they take turns: all do one rank's event, then ask again, until
@@ -198,6 +200,8 @@ class Schedule:
             self._issue(event)
 
     def _issue(self, event: Event) -> None:
+        if self._control.host_waits:
+            self._control.confirm()
         self._issued += 1
         if event.action is Action.REDUCE:
             self._ready.discard(event.unit)
