@@ -21,6 +21,7 @@ from ourshard.config import ShardConfig
 from ourshard.flags.cli import app
 from ourshard.integrations import launcher
 from ourshard.integrations.plugin import ShardPlugin
+from ourshard.integrations.switch import ACCUMULATION, GRADIENT_CLIPPING, ConfigError
 from typer.testing import CliRunner
 
 from tests.commands import ROOT, clean_environment, free_port, launch, run_cli
@@ -264,6 +265,23 @@ def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):
     env = launcher.prepare_multi_gpu_env(lambda args: {"ACCELERATE_USE_FSDP": "true"}, args)
     assert "ACCELERATE_USE_FSDP" not in env
     assert json.loads(env["OURSHARD_CONFIG"]) == {"stage": 3, "reshard_after_forward": False}
+
+
+def test_flags_that_accelerate_keeps_for_deepspeed_count_or_are_refused(monkeypatch):
+    from transformers import TrainingArguments
+
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    monkeypatch.delenv("OURSHARD_CONFIG", raising=False)
+    given = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
+    env = launcher.prepare_multi_gpu_env(lambda args: {}, arguments(**given, nondefault=set(given)))
+    assert (env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], env[GRADIENT_CLIPPING]) == ("4", "0.5")
+    monkeypatch.setenv(ACCUMULATION, env[ACCUMULATION])  # the Trainer goes by its own arguments alone
+    TrainingArguments(gradient_accumulation_steps=4, use_cpu=True)
+    with pytest.raises(ValueError, match=r"accelerate launch was given 4, .* but the training arguments say 2"):
+        TrainingArguments(gradient_accumulation_steps=2, use_cpu=True)
+    for name, engine in (("zero_stage", "DeepSpeed's"), ("fsdp_offload_params", "FSDP's")):
+        with pytest.raises(ConfigError, match=f"--{name} is {engine} and would do nothing here"):
+            launcher.prepare_multi_gpu_env(lambda args: {}, arguments(**{name: "2"}, nondefault={name}))
 
 
 @pytest.mark.parametrize(

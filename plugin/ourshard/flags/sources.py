@@ -32,6 +32,7 @@ OTHER_VARIABLES = frozenset(
         ORIGINS_VARIABLE,
         "OURSHARD_DISABLE",
         "OURSHARD_GRADIENT_CLIPPING",
+        "OURSHARD_GRADIENT_ACCUMULATION_STEPS",
         "OURSHARD_FIXTURES",  # this one and the next by the tests
         "OURSHARD_WRITE_TRACES",
     }

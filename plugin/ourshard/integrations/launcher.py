@@ -12,18 +12,24 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ourshard.flags.result import FlagResult, merge
+from ourshard.flags.result import RUN, FlagResult, build, merge
 from ourshard.flags.sources import for_environment, from_environment
 from ourshard.flags.translate import elsewhere
 from ourshard.integrations.cluster_config import Section
 from ourshard.integrations.notes import say_once
-from ourshard.integrations.switch import GRADIENT_CLIPPING, SWITCH, ConfigError, flag
+from ourshard.integrations.switch import ACCUMULATION, GRADIENT_CLIPPING, SWITCH, ConfigError, flag
 
 logger = logging.getLogger("ourshard")
 
 Environment = dict[str, str]
 # Read by accelerate itself in the workers, which would set up the other engine.
 _OTHER_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+# Flags of accelerate launch that it keeps for DeepSpeed: those that mean the same for every engine, and the rest.
+_RUN_FLAGS = ("gradient_accumulation_steps", "gradient_clipping")
+_DEEPSPEED_FLAGS = (
+    *("deepspeed_config_file", "zero_stage", "zero3_init_flag", "zero3_save_16bit_model"),
+    *("offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
+)
 _ON_CPU = "ACCELERATE_USE_CPU"
 _HANDED_OVER = ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping")  # of a run's settings
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # see `_let_ranks_restart` in `_ourshard_autoload`
@@ -105,6 +111,8 @@ def _wanted(args: Namespace) -> FlagResult | None:
     try:
         if args.use_fsdp:
             sources.append(_from_flags(args))
+        if not args.use_deepspeed:
+            sources.append(_from_flags_of_any_engine(args))
         result = merge([*sources, from_environment()])
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -118,6 +126,20 @@ def _from_flags(args: Namespace) -> FlagResult:
 
     given = {name: getattr(args, name) for name in getattr(args, "nondefault", ()) if name.startswith("fsdp_")}
     return from_fsdp(given, source="--fsdp flags")
+
+
+def _from_flags_of_any_engine(args: Namespace) -> FlagResult:
+    """Read the flags that mean the same for every engine; refuse those of an engine that does not run."""
+    given: set[str] = getattr(args, "nondefault", set())
+    for name in sorted(given):
+        if name in _DEEPSPEED_FLAGS or (name.startswith("fsdp_") and not args.use_fsdp):
+            engine = "DeepSpeed's" if name in _DEEPSPEED_FLAGS else "FSDP's"
+            raise ValueError(
+                f"--{name} is {engine} and would do nothing here; say it in the file's ourshard_config, whose keys "
+                "docs/flags.md lists beside those of others."
+            )
+    said = {f"{RUN}{name}": getattr(args, name) for name in _RUN_FLAGS if name in given}
+    return build(said, dict.fromkeys(said, "a flag of accelerate launch"))
 
 
 def _check_sizes(result: FlagResult, args: Namespace) -> None:
@@ -136,7 +158,8 @@ def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) ->
     environment.setdefault(_OWN_STORE, "1")
     environment.update(for_environment(wanted))
     if wanted.run.gradient_accumulation_steps is not None:
-        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(wanted.run.gradient_accumulation_steps)
+        steps = str(wanted.run.gradient_accumulation_steps)
+        environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = environment[ACCUMULATION] = steps
     if wanted.run.gradient_clipping:
         environment[GRADIENT_CLIPPING] = str(wanted.run.gradient_clipping)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SWITCH = "ACCELERATE_USE_OURSHARD"
 CONFIG = "OURSHARD_CONFIG"  # read and written by `ourshard.flags.sources`, which is imported only where ourshard is on
+ACCUMULATION = "OURSHARD_GRADIENT_ACCUMULATION_STEPS"  # a number; the launcher writes it, where its sources say it
 GRADIENT_CLIPPING = "OURSHARD_GRADIENT_CLIPPING"  # a number; the launcher writes it from a DeepSpeed config
 DISABLE = "OURSHARD_DISABLE"
 USE_CPU = "ACCELERATE_USE_CPU"  # accelerate's own

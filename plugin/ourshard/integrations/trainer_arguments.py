@@ -10,6 +10,7 @@ Accelerator of the process from then on, as after `ourshard.enable`.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +90,7 @@ def finish(post_init: Callable[[Any], None], args: Any) -> None:
     deepspeed, args.deepspeed = args.deepspeed, None
     post_init(args)
     args.deepspeed, args.fsdp_plugin_args = deepspeed, None
+    _refuse_other_accumulation(args)
     given = copy.copy(args)
     given.fsdp, given.fsdp_config = fsdp, fsdp_config
     result = from_training_arguments(given)
@@ -97,6 +99,17 @@ def finish(post_init: Callable[[Any], None], args: Any) -> None:
     own = [_own(args)] if isinstance(args, ShardTrainingArguments) else []
     _put_in_force(merge([_of_engine(result), *own], complete=False))
     say_once(result.notes)
+
+
+def _refuse_other_accumulation(args: TrainingArguments) -> None:
+    """Refuse accumulation that the launcher was told otherwise: the Trainer goes by its own arguments alone."""
+    told = os.environ.get(switch.ACCUMULATION)
+    if told is not None and int(told) != args.gradient_accumulation_steps:
+        raise ValueError(
+            f"gradient_accumulation_steps: accelerate launch was given {told}, by its config or a flag, but the "
+            f"training arguments say {args.gradient_accumulation_steps}. Neither overrides the other: let both say "
+            "the same, or leave it out of the launch."
+        )
 
 
 def _of_engine(result: FlagResult) -> FlagResult:
