@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ourshard.runtime import attach, collectives
+from ourshard.runtime import attach
 from ourshard.runtime.api import clip_grad_norm_, engine_of, full_state_dict, shard_model
 from ourshard.runtime.buffer import Slot
+from ourshard.runtime.control import Control
 from ourshard.runtime.graph_policy import WARMUP, Inputs
 from ourshard.runtime.graphs import Captured, GraphedForward
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -57,7 +58,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
 
 
-def _finish_apart(work: dist.Work) -> None:
+def _finish_apart(control: Control, work: dist.Work) -> None:
     """Wait for gloo off the tape: what it copies at the end it copies in a replay too."""
     with _disable_current_modes():
         work.wait()
@@ -105,15 +106,15 @@ class TapedForward(GraphedForward):
 @contextmanager
 def taping() -> Iterator[None]:
     """Let models be sharded with taped forwards, and slots keep their memory, as that of a graph does."""
-    root, allocate, free, finish = attach.RootHooks, Slot.allocate, Slot.free, collectives._finish
+    root, allocate, free, finish = attach.RootHooks, Slot.allocate, Slot.free, Control.finish
     attach.RootHooks = TapedForward  # type: ignore[misc,assignment]
     Slot.allocate = lambda self: setattr(self, "allocated", True)  # type: ignore[method-assign]
     Slot.free = lambda self: setattr(self, "allocated", False)  # type: ignore[method-assign]
-    collectives._finish = _finish_apart
+    Control.finish = _finish_apart  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        collectives._finish = finish
+        Control.finish = finish  # type: ignore[method-assign]
         attach.RootHooks = root  # type: ignore[misc]
         Slot.allocate, Slot.free = allocate, free  # type: ignore[method-assign]
 
