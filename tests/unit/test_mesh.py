@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ourshard.config import ShardConfig
-from ourshard.runtime.build import refuse_dtype
+from ourshard.runtime.checks import refuse_dtype
 from ourshard.runtime.mesh import speaks_nccl
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 

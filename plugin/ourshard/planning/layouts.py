@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch import nn
 from ourshard.config import ShardConfig, Tier
 from ourshard.planning.moves import MeshSizes
 from ourshard.planning.trace import UnitParts
-from ourshard.runtime.build import _merge_numel, plan_lanes
 from ourshard.runtime.casting import dtype_named
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
-from ourshard.runtime.inventory import take_stock
+from ourshard.runtime.inventory import merge_numel, take_stock
+from ourshard.runtime.lane_plan import LaneRules, plan_lanes
 from ourshard.runtime.placement import At, Placement
 from ourshard.runtime.tiers import with_tiers
 
@@ -148,21 +147,11 @@ def plan_model(
     Raises:
         ValueError: a tier that the runtime does not have.
     """
-    settings: Any = SimpleNamespace(
-        config=config,
-        mesh=SimpleNamespace(
-            shard=SimpleNamespace(size=mesh.shard),
-            replicate=SimpleNamespace(size=mesh.replicate),
-            device=SimpleNamespace(type="cuda" if gpu else "cpu"),
-        ),
-        param_dtype=dtype_named(config.precision.param_dtype),
-        master_dtype=dtype_named(config.precision.master_dtype) or torch.float32,
-        cast_small=cast_small,
-    )
+    rules = LaneRules(config, mesh.shard, mesh.replicate, cast_small)
     reduce_dtype = dtype_named(config.precision.reduce_dtype)
     units = []
-    stock = take_stock(model, config.wrap, _merge_numel(settings))
-    layouts = with_tiers([plan_lanes(entry.parameters, settings) for entry in stock], config.offload)
+    stock = take_stock(model, config.wrap, merge_numel(config, torch.device("cuda" if gpu else "cpu")))
+    layouts = with_tiers([plan_lanes(entry.parameters, rules) for entry in stock], config.offload)
     for entry, layout in zip(stock, layouts, strict=True):
         lanes = tuple(_lane(lane, reduce_dtype, config, mesh, rooted=entry.rooted) for lane in layout.lanes)
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
