@@ -90,10 +90,10 @@ class _Forked:
         context.set_forkserver_preload(["tests.rank_imports"])
         arguments = (environment, pipe, outputs)
         self._process = ForkServerProcess(target=rank_worker.main_of_fork, args=arguments, daemon=True)
-        mine = dict(os.environ)
+        mine, clean = dict(os.environ), clean_environment()
         try:
             os.environ.clear()
-            os.environ.update(clean_environment())  # of the process that is forked from, if it starts now
+            os.environ.update(clean)  # of the process that is forked from, if it starts now
             self._process.start()
         finally:
             os.environ.clear()

@@ -28,6 +28,12 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
+def _where_ourshard_is() -> str | None:
+    import ourshard
+
+    return ourshard.__file__
+
+
 def _pid() -> int:
     return os.getpid()
 
@@ -100,6 +106,11 @@ def test_ranks_see_the_environment_of_torchrun(ranks, world):
         expected = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
         expected |= {"LOCAL_WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
         assert seen == expected
+
+
+def test_ranks_import_the_code_that_the_tests_do(ranks):
+    """Once they were forked without PYTHONPATH, and tests of a second worktree ran the code of the first."""
+    assert ranks(2)(_where_ourshard_is) == [_where_ourshard_is()] * 2
 
 
 def test_the_first_failing_rank_comes_first(ranks):
