@@ -195,7 +195,8 @@ def wire_of(config: dict[str, Any], **environment: str) -> tuple[dict[str, int],
     import os
 
     from ourshard import engine_of, shard_model
-    from ourshard.planning.wire import Axes, Step, Transport, by_collective, lane_traffic
+
+    from tests.wire_formulas import Axes, Step, Transport, by_collective, lane_traffic
 
     os.environ.update(environment)
     model = shard_model(llama(tie=False), {**config, "ledger": True})

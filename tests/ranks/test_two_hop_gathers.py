@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from ourshard.config import ShardConfig
-from ourshard.planning.wire import Axes, Step, Transport, by_collective, lane_traffic
 from ourshard.runtime.mesh import gathers_in_two_hops, node_size
 
 from tests.ranks.nets import llama, token_loss, tokens
 from tests.ranks.training import Configs, adamw, assert_same_bits, llama_task, train_all
+from tests.wire_formulas import Axes, Step, Transport, by_collective, lane_traffic
 
 TWO: dict[str, Any] = {"two_hop_gathers": True, "node_size": 2}
 INT8: dict[str, Any] = {"weights": "int8", "block": 64}

@@ -23,9 +23,10 @@ from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest,
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import simulate
 from ourshard.planning.trace import Kernel, Trace, UnitParts, trace
-from ourshard.planning.wire import Axes, Step, Transport, by_collective, lane_traffic
 from ourshard.runtime.ledger import Kind
 from torch import nn
+
+from tests.wire_formulas import Axes, Step, Transport, by_collective, lane_traffic
 
 WIDTH, BLOCKS = 64, 6
 

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ourshard.config import BLOCKS, Accumulate, Codec
-from ourshard.planning.wire import (
+from ourshard.planning.moves import ring_nbytes
+from ourshard.runtime.codec import BlockCodec
+
+from tests.wire_formulas import (
     Axes,
     Step,
     Traffic,
@@ -14,10 +17,8 @@ from ourshard.planning.wire import (
     between_nodes_nbytes,
     by_collective,
     lane_traffic,
-    ring_nbytes,
     total_nbytes,
 )
-from ourshard.runtime.codec import BlockCodec
 
 INT8, INT4 = (BlockCodec(kind, BLOCKS[kind]) for kind in (Codec.INT8, Codec.INT4))
 NUMEL = 256 * 64 * 12

@@ -1,7 +1,7 @@
 """The formulas of the planner, each with its source. Seconds, bytes, elements.
 
-Bytes on the wire are in `wire.py`, the layout of lanes is the runtime's own, and activations and FLOPs are counted on a
-fake run (`trace.py`); what is left is here.
+Bytes on the wire are in `moves.py`, the layout of lanes is the runtime's own, and activations and FLOPs are counted on
+a fake run (`trace.py`); what is left is here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ourshard.planning.hardware import Hardware, Span
+from ourshard.planning.moves import ring_nbytes
 from ourshard.planning.trace import Kernel
-from ourshard.planning.wire import ring_nbytes
 
 # Latencies of NCCL's own cost model for the Simple protocol (src/graph/tuning.cc, `baseLatencies` and `hwLatencies`):
 # once a collective, and for each step of a ring or a tree that stays in a node or leaves it.

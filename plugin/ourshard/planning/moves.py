@@ -6,8 +6,20 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ourshard.planning.trace import Visit
-from ourshard.planning.wire import all_reduce_nbytes, ring_nbytes
 from ourshard.runtime.ledger import Kind
+
+
+def ring_nbytes(whole_nbytes: int, ranks: int) -> int:
+    """Return what a rank sends in an all-gather, reduce-scatter or all-to-all of `whole_nbytes` over `ranks`.
+
+    Of rings (Thakur et al., 2005), rounded as the runtime's ledger does.
+    """
+    return whole_nbytes * (ranks - 1) // ranks
+
+
+def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
+    """Return what a rank sends in an all-reduce of `nbytes` over `ranks`."""
+    return 2 * nbytes * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """Bytes on the wire, as formulas: what one rank sends for a lane in one optimizer step, by collective and axis.
 
+The runtime's ledger and the planner's rehearsal are held against them; neither uses them.
+
 Ring algorithms (Thakur et al., 2005): of a buffer of b bytes over n ranks, each rank sends b (n - 1) / n in an
 all-gather, reduce-scatter or all-to-all, and twice that in an all-reduce. Keys and rounding are the runtime ledger's.
 
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ourshard.config import Accumulate
+from ourshard.planning.moves import all_reduce_nbytes, ring_nbytes
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.coded_gradients import replica_part
 
@@ -105,16 +108,6 @@ class Traffic:
     axis: str
     nbytes: int
     calls: int = 1
-
-
-def ring_nbytes(whole_nbytes: int, ranks: int) -> int:
-    """Return what a rank sends in an all-gather, reduce-scatter or all-to-all of `whole_nbytes` over `ranks`."""
-    return whole_nbytes * (ranks - 1) // ranks
-
-
-def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """Return what a rank sends in an all-reduce of `nbytes` over `ranks`."""
-    return 2 * nbytes * (ranks - 1) // ranks
 
 
 def lane_traffic(numel: int, axes: Axes, step: Step, transport: Transport) -> list[Traffic]:
