@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -39,6 +41,27 @@ def test_type_checkers_see_the_names_that_are_loaded_on_first_use(package, folde
     assert told.keys() == loaded.keys()
     for name, value in loaded.items():
         assert value is getattr(importlib.import_module(str(told[name])), name)
+
+
+def test_what_is_required_is_what_is_imported():
+    """Extras apart: what imports them says so, where they are missing."""
+    required = {re.split(r"[><=]", text)[0] for text in listed("dependencies")}
+    required = {"yaml" if name == "pyyaml" else name for name in required}
+    files = [ROOT / "plugin" / "_ourshard_autoload.py"]
+    files += [file for folder in FOLDERS.values() for file in (ROOT / folder).rglob("*.py")]
+    imported = {top for file in files for top in _tops(ast.parse(file.read_text()))}
+    ours = {"ourshard", "_ourshard_autoload"}
+    optional = {"transformers", "peft", "matplotlib", "triton", "typing_extensions"}  # the last one for type checkers
+    assert imported - sys.stdlib_module_names - ours - optional == required
+
+
+def _tops(tree: ast.AST) -> Iterator[str]:
+    """Yield the packages that a module imports from, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield str(node.module).partition(".")[0]
 
 
 def test_stubs_and_the_mark_of_typed_packages_are_in_the_wheel():
