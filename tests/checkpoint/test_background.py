@@ -1,4 +1,4 @@
-"""CASES I02. Saves written in the background: what they hold, how they fail, and what a save does beside another."""
+"""Saves written in the background: what they hold, how they fail, and what a save does beside another."""
 
 from __future__ import annotations
 

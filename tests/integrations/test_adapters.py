@@ -1,4 +1,4 @@
-"""Adapters over a base of other dtypes, on two ranks against one process: cases B01, B03, B05, B08 of CASES.md."""
+"""Adapters over a base of other dtypes, on two ranks against one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients as they are, on two ranks against one process: C01, C06, D02, F01, F06, F07 of CASES.md, and adapters."""
+"""Clients as they are, on two ranks against one process, and adapters."""
 
 from __future__ import annotations
 

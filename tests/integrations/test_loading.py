@@ -1,7 +1,4 @@
-"""`from_pretrained` and `init_context` under ourshard: stock values on every rank, and each rank's rows read once.
-
-Cases E01, E02, E05 and X05 of CASES.md.
-"""
+"""`from_pretrained` and `init_context` under ourshard: stock values on every rank, and each rank's rows read once."""
 
 from __future__ import annotations
 

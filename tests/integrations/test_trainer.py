@@ -1,7 +1,4 @@
-"""What a Trainer does on ranks, sharded, against the same in one process on the joined batches.
-
-Cases C01, C06, A01, B01, B05, B06, D02, F05 of CASES.md.
-"""
+"""What a Trainer does on ranks, sharded, against the same in one process on the joined batches."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_outputs_of_any_kind_hear_of_the_backward(ranks, config):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_views_as_outputs_that_are_changed_in_place_afterwards(ranks, config):
-    """DESIGN.md section 8: an in-place operation on a view drops the hooks of that view."""
+    """An in-place operation on a view drops the hooks of that view."""
     ranks(2)(speak, config, ["view", "transposed", "slice"])
 
 

@@ -33,7 +33,7 @@ def test_fp32_is_within_1e_6(ranks, optimizer, accumulate):
 
 
 def test_fp32_sgd_is_the_same_bit_for_bit(ranks):
-    """DESIGN.md section 9: halving is exact, so the mean over two ranks is the sum of two halved losses."""
+    """Halving is exact, so the mean over two ranks is the sum of two halved losses."""
     task = llama_task(optimizer=sgd)
     compare(ranks(2), task, ALL, reference(task, 2, one_by_one=True), 0.0)
 

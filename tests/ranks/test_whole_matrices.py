@@ -397,7 +397,7 @@ def test_the_sharded_format_loads_on_another_world_and_stage(ranks, tmp_path):
 
 def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> None:
     """Train two steps from a saved state, if there is one, and save; compare with one process that never stopped."""
-    from ourshard import adopt_optimizer
+    from ourshard import adopt_optimizer, load_full_state_dict
     from ourshard.integrations import optimizer_state
 
     both = pair(config, toy, maker(kind))
@@ -405,7 +405,7 @@ def whole_state(config: dict[str, Any], kind: str, path: str, first: int) -> Non
     if file.exists():
         weights, plain, saved = torch.load(file, weights_only=False)
         both.plain.load_state_dict(weights)
-        both.engine.load_full_state_dict(weights)
+        load_full_state_dict(both.sharded, weights)
         both.plain_optimizer.load_state_dict(plain)
         optimizer_state.restore(adopt_optimizer(both.optimizer), [both.engine], saved, file)
     both.train(2, first=first)

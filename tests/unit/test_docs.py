@@ -58,11 +58,30 @@ def test_files_that_pages_name_exist(page):
     assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_notes_that_pages_cite_are_in_the_source(page):
-    cited = set(re.findall(r"Notes? \[([^\]]+)\]", " ".join(page.read_text().split())))
-    source = "\n".join(path.read_text() for path in SOURCES)
-    assert [note for note in sorted(cited - {"Name"}) if f"Note [{note}]" not in source] == []
+def test_notes_that_are_cited_are_in_the_source_and_in_the_file_that_is_said():
+    """In a page, in the source, and in a test: `Note [Name]`, or `Note [Name] in file.py`."""
+    homes = {
+        name: path
+        for path in SOURCES
+        for name in re.findall(r'^ *(?:""")?Note \[([^\]]+)\](?=\n|:)', path.read_text(), re.M)
+    }
+    wrong = []
+    for path in [*PAGES, *SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]:
+        text = " ".join(re.sub(r"^\s*#", "", path.read_text(), flags=re.M).split())
+        for name, file in re.findall(r"Notes? \[([A-Z][^\]]+)\](?: in `?([\w/]+\.py))?", text):
+            if name != "Name" and not str(homes.get(name, "")).endswith(file or ".py"):
+                wrong.append(f"{path.relative_to(ROOT)}: Note [{name}] in {file or 'no file'}")
+    assert wrong == []
+
+
+def test_every_name_of_the_package_is_in_the_reference():
+    """By its module and name, or among the members of its module."""
+    page = (ROOT / "docs" / "reference.md").read_text()
+    entries = re.findall(r"^::: ([\w.]+)\n(?:    options:\n      members: \[(.*)\]\n)?", page, flags=re.M)
+    told = {name for place, members in entries for name in (members.split(", ") if members else [place.split(".")[-1]])}
+    callbacks = importlib.import_module("ourshard.trainer_callbacks").__all__
+    checkpoint = importlib.import_module("ourshard.checkpoint").__all__
+    assert {*ourshard.__all__, *callbacks, *checkpoint} - {"__version__"} - told == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""Laws of the lane planner: DESIGN.md section 3."""
+"""Laws of the lane planner: docs/design.md, "Lanes with row-aligned cuts"."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which ranks of a save see one disk.
 
-Note [Disks of nodes] (CASES A16): rank 0 makes the folder of a save, and where all ranks see it, that is all. Where
+Note [Disks of nodes]: rank 0 makes the folder of a save, and where all ranks see it, that is all. Where
 some do not, each rank leaves a mark in its own folder of that name, and those that see each other's marks share a disk.
 The first of them writes what would be rank 0's to write, and a manifest of the ranks on that disk, with a token that
 all disks of a save have alike. To load, the ranks exchange these manifests, one for each disk: all then know the whole

@@ -1,4 +1,4 @@
-"""Bytes of a lane's buffers, as `runtime/lane.py` makes them: Note [Buffers of a lane] there."""
+"""Bytes of a lane's buffers: Note [Buffers of a lane] in runtime/lane_store.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARD_KINDS = {Tier.NONE: Kind.SHARD, Tier.CPU: Kind.HOST, Tier.NVME: Kind.DISK
 
 
 def at_rest(lanes: Iterable[PlannedLane]) -> dict[Kind, int]:
-    """Return what `Lane._make_buffers` holds."""
+    """Return what `LaneStore._make_buffers` holds."""
     held: Counter[Kind] = Counter()
     for lane in lanes:
         if not lane.sharded:

@@ -23,7 +23,7 @@ from ourshard.runtime.tiers import with_tiers
 
 @dataclass(frozen=True, slots=True)
 class PlannedLane:
-    """A lane by its sizes. Bytes are of one element; see Note [Buffers of a lane] in runtime/lane.py."""
+    """A lane by its sizes. Bytes are of one element; see Note [Buffers of a lane] in runtime/lane_store.py."""
 
     numel: int  # whole lane, padding counted
     shard_numel: int  # of one rank on the shard axis

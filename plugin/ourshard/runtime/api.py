@@ -1,4 +1,4 @@
-"""What users call: shard a model, reach whole parameters, clip, save."""
+"""What users call: shard a model, reach whole parameters, clip."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def gathered(
     else:
         parameters = [target] if isinstance(target, torch.Tensor) else list(target)
     with ExitStack() as stack:
-        for engine in sorted(ENGINES, key=lambda engine: engine.order):
+        for engine in ENGINES:
             units = _state.units_of(engine, parameters)
             if isinstance(target, nn.Module) and engine is engine_of(target):
                 units = list(engine.units)
@@ -102,13 +102,34 @@ def gathered(
         yield target
 
 
-def full_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
-    """Return the whole state of a sharded model on the CPU; see `state.full_state_dict`. Collective."""
-    return _state.full_state_dict(_engine(model), **options)
+def full_state_dict(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    rank0_only: bool = False,
+    trainable_only: bool = False,
+) -> dict[str, Any]:
+    """Return the whole state of a sharded model on the CPU: parameters, persistent buffers, extra states.
+
+    Collective: call it on every rank. Names and their order are those of the model's own `state_dict`; tied names share
+    one tensor. Values come from the masters. One unit is whole at a time on the device.
+
+    Args:
+        dtype: of floating-point parameters; None keeps what each was loaded in.
+        rank0_only: the other ranks take part and get an empty dict, which saves host memory.
+        trainable_only: leave frozen parameters, buffers and extra states out.
+    """
+    return _state.full_state_dict(_engine(model), dtype=dtype, rank0_only=rank0_only, trainable_only=trainable_only)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Load whole tensors by name into a sharded model; see `state.load_full_state_dict`."""
+    """Load whole tensors by name into a sharded model; every rank gives the same `state`, and keeps its rows.
+
+    Names and shapes are checked before anything is changed.
+
+    Raises:
+        ValueError: what is missing, unexpected or of another shape; without `strict` of another shape alone.
+    """
     _state.load_full_state_dict(_engine(model), state, strict)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
@@ -24,7 +24,6 @@ from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer, hops_of
 from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
-from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.hooks import forward_on_stack, hook_outputs, tensors_in
 from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_backward import StepsInBackward
@@ -433,18 +432,6 @@ class Engine:
         finally:
             self.require_sync = before
 
-    def full_state_dict(self, **options: Any) -> dict[str, torch.Tensor]:
-        """Return whole parameters and buffers on the CPU; see `state.full_state_dict`."""
-        from ourshard.runtime.state import full_state_dict
-
-        return full_state_dict(self, **options)
-
-    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load whole tensors by name; see `state.load_full_state_dict`."""
-        from ourshard.runtime.state import load_full_state_dict
-
-        load_full_state_dict(self, state, strict)
-
     def reset(self) -> None:
         """Make the model usable again after an exception in a forward or backward. Gradients are dropped."""
         self._forward_depth = 0
@@ -465,9 +452,6 @@ class Engine:
         self.drop_gradients()
 
     # ---- words ---------------------------------------------------------------------------------------------
-
-    def handles(self) -> Iterator[ShardParameter]:
-        return (tensor for lane in self.lanes() for tensor in lane.resting if isinstance(tensor, ShardParameter))
 
     def summary(self) -> str:
         """Return a few lines for the start of a run; see `summary.summary`."""

@@ -1,4 +1,4 @@
-"""Lay the tensors of a unit into flat lanes that cut into equal shards between rows (DESIGN.md section 3).
+"""Lay the tensors of a unit into flat lanes that cut into equal shards between rows.
 
 Pure Python: no torch, no process group. Every rank computes the same plan from the same specs. All sizes are elements.
 

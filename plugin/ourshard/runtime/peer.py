@@ -3,7 +3,7 @@
 Note [Peer copies]
 ------------------
 NCCL's kernels take multiprocessors from the model: beside an all-gather a bf16 matrix product ran at 574 of 787 TFLOP/s
-(H200, PEERS.md). Between GPUs that can read each other's memory the same bytes can be moved by the copy engines:
+(H200). Between GPUs that can read each other's memory the same bytes can be moved by the copy engines:
 
 * gather: each rank puts its segment into a staging buffer that its peers can map, all meet at a barrier on the
   gather stream, and each pulls the segments of the others into its own slot. Two staging buffers take turns: when one
