@@ -127,6 +127,98 @@ def test_a_group_of_which_a_rank_has_no_rows_comes_back_from_a_whole_save(ranks:
         assert saved == loaded
 
 
+class Uneven(nn.Module):
+    """Rows of 5, 7 and 3 elements with room between them in a lane, and parameters with one element or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 11))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.none = nn.Parameter(torch.randn(0, 4))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.body(rows) * self.scale + self.none.sum()
+
+
+def uneven(root: str, kind: type[torch.optim.Optimizer]) -> tuple[list[float], list[float]]:
+    """Return the losses after a whole save, and after it was loaded at another stage."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    def made(stage: int) -> Any:
+        accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": stage, "persist_below": 0, **FULL}))
+        model = Uneven()
+        return accelerator, *accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+
+    def train(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(model(torch.ones(2, 5)).square().sum())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    accelerator, model, optimizer = made(3)
+    train(model, optimizer)
+    accelerator.save_state(root)
+    after = train(model, optimizer)
+    accelerator.free_memory()
+    accelerator, model, optimizer = made(1)
+    accelerator.load_state(root)
+    return after, train(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_state_of_rows_with_room_between_them_comes_back_from_a_whole_save(
+    ranks: Any, tmp_path: Path, kind: type[torch.optim.Optimizer]
+) -> None:
+    """Once rows were joined without the room, and no whole save of such a model could be resumed from."""
+    for saved, loaded in ranks(2)(uneven, str(tmp_path), kind):
+        assert saved == loaded
+
+
+class InBlocks(torch.optim.Optimizer):
+    """Keeps a scale for each four neighbours, as 8-bit optimizers do, or moments in a dict."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any, nested: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.nested = nested
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            own = {"first": torch.zeros_like(parameter)} if self.nested else torch.ones(-(-parameter.numel() // 4))
+            self.state[parameter].setdefault("kept", own)
+
+
+def save_parts(root: str, config: dict[str, Any], nested: bool) -> str:
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 3, "persist_below": 0, **config}))
+    model = Uneven()
+    model, optimizer = accelerator.prepare(model, InBlocks(model.parameters(), nested))
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="InBlocks keeps 'kept'") as error:
+        accelerator.save_state(root)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+def test_state_of_one_ranks_rows_that_cannot_be_cut_anew_is_refused(
+    ranks: Any, tmp_path: Path, config: dict[str, Any], nested: bool
+) -> None:
+    """Once the first rank's was saved for all, without a word."""
+    for told in ranks(2)(save_parts, str(tmp_path), config, nested):
+        assert "in a dict" in told if nested else "of shape (" in told
+
+
 def grown(root: str) -> dict[str, Any]:
     """Save; load before `prepare`, with an option that nothing takes, and into a model that has grown since."""
     from accelerate import Accelerator

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.optim import Run, put_away
+from ourshard.runtime.states import problem_of_parts
 
 from .portions import Portion
 from .shard_writer import LocalBox
@@ -62,6 +63,8 @@ def take_state(
         state = optimizer.state.get(portion.stepped) if id(portion.stepped) in places else None
         gives = lead if portion.owner is None else portion.writes
         for key, value in (state or {}).items():
+            if not isinstance(key, str):
+                raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}; a checkpoint needs text")
             if key in (PARAM, BUFFER) or key.startswith(EXTRA_PREFIX):
                 raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}, which a checkpoint uses")
             if portion.owner is not None and isinstance(value, torch.Tensor) and value.shape == portion.shape:
@@ -98,12 +101,10 @@ def _is_elementwise(value: Any, portion: Portion) -> bool:
 
 
 def _refuse_parts(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
-    if isinstance(value, torch.Tensor) and value.numel() > 1 and not portion.whole and portion.owner is None:
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat part of "
-            f"{portion.name!r}: that belongs to this rank's rows alone and can't be saved by name. Use an optimizer "
-            "whose state has one value an element."
-        )
+    if not portion.whole and portion.owner is None:
+        problem = problem_of_parts(optimizer, key, value, portion.name)
+        if problem is not None:
+            raise ValueError(problem)
 
 
 # ---- loading -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ourshard.checkpoint.stepping import other_kinds
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import Run, put_away
+from ourshard.runtime.states import problem_of_parts
 
 State = dict[str, Any]
 
@@ -48,10 +49,12 @@ class _AtOwner(NamedTuple):
 def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -> dict[str, Any]:
     """Return the whole state. Collective; a rank that does not `keep` it takes part and returns an empty one.
 
-    One state tensor of one lane is whole at a time on a device.
+    One state tensor of one lane is whole at a time on a device. Raises ValueError for state that is neither one value
+    an element nor one of the whole parameter.
     """
     pieces = list(_pieces(optimizer, engines))
     mine = {piece.key: _scalars(optimizer, piece) for piece in pieces if _state(optimizer, piece)}
+    _refuse_parts(optimizer, pieces, mine, engines)
     told = _exchange(engines, (mine, [(piece.key, piece.group) for piece in pieces]))
     state: dict[str, State] = {}
     groups: list[dict[str, None]] = [{} for _ in optimizer.param_groups]
@@ -68,6 +71,20 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
         return {"state": {}, "param_groups": []}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {"state": state, "param_groups": [{**s, "params": list(g)} for s, g in zip(settings, groups, strict=True)]}
+
+
+def _refuse_parts(
+    optimizer: Optimizer, pieces: Sequence[_Piece], mine: dict[str, State], engines: Sequence[Engine]
+) -> None:
+    """Raise ValueError on all ranks for state of one rank's rows alone that can't be cut anew."""
+    problems = [
+        problem_of_parts(optimizer, key, value, piece.lane.name_of(piece.position))
+        for piece in pieces
+        if piece.run is not None and piece.owner is None
+        for key, value in mine.get(piece.key, {}).items()
+    ]
+    for engine in engines[:1]:
+        engine.control.check(next((each for each in problems if each), None), "reading the optimizer's state")
 
 
 def _exchange(engines: Sequence[Engine], value: Any) -> list[Any]:
@@ -226,7 +243,7 @@ def _split_uneven(optimizer: Optimizer, engines: Sequence[Engine], state: dict[s
     for engine in engines:
         for lane in engine.lanes():
             for run in list(lane.runs):
-                if run.optimizer() is optimizer and len({_told(state.get(p.key)) for p in _of_run(engines, run)}) > 1:
+                if run.optimizer() is optimizer and len({_shared(state, p) for p in _of_run(engines, run)}) > 1:
                     run._split()
 
 
@@ -235,9 +252,23 @@ def _of_run(engines: Sequence[Engine], run: Run) -> list[_Piece]:
     return [_Piece(_key(number, run.lane, position), 0, run.lane, position, run) for position in run.positions]
 
 
-def _told(state: State | None) -> str:
-    scalars = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in (state or {}).items() if not _is_whole(v)}
-    return repr(None if state is None else sorted(scalars.items()))
+def _shared(saved: dict[str, State], piece: _Piece) -> str:
+    """Describe what has to be equal for all parameters that are stepped as one tensor."""
+    state = saved.get(piece.key)
+    scalars = {
+        key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for key, value in (state or {}).items()
+        if not _has_an_element_each(key, value, piece)
+    }
+    return repr(None if state is None else (sorted(state), sorted(scalars.items())))
+
+
+def _has_an_element_each(key: str, value: Any, piece: _Piece) -> bool:
+    """Say whether a whole state tensor has one value an element; of a 0-d parameter, all but its step count has."""
+    if piece.owner is not None or not isinstance(value, torch.Tensor):
+        return False
+    shape = piece.lane.parameters[piece.position].shape
+    return tuple(value.shape) == tuple(shape) and (value.dim() > 0 or key != "step")
 
 
 def _is_whole(value: Any) -> bool:
@@ -250,14 +281,13 @@ def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
     `on_device`: the optimizer's kernels read its scalars (step counts) where the parameter is.
     """
     state: State = {}
-    lane, stepped, in_rows = pieces[0].lane, _stepped(pieces[0]), pieces[0].owner is None
+    stepped = _stepped(pieces[0])
     for key, value in whole[0].items():
-        shape = lane.parameters[pieces[0].position].shape
-        if in_rows and isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(shape) and value.dim() > 0:
-            parts = [_own_rows(states[key], piece) for states, piece in zip(whole, pieces, strict=True)]
-            own = torch.cat(parts)
-            # Without rows here, what is stepped is one element that stays zero.
-            state[key] = (own if own.numel() else own.new_zeros(stepped.shape)).to(stepped.device).view(stepped.shape)
+        if _has_an_element_each(key, value, pieces[0]):
+            own = torch.zeros(stepped.shape, dtype=value.dtype, device=stepped.device)
+            for states, piece in zip(whole, pieces, strict=True):
+                _rows_of(own, piece).copy_(_own_rows(states[key], piece))
+            state[key] = own
         else:
             state[key] = value
             if isinstance(value, torch.Tensor):
@@ -266,6 +296,8 @@ def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
 
 
 def _own_rows(value: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """Return what this rank has of a whole state tensor, in the shape of its rows."""
     rows = piece.lane.rows(piece.position)
     granule = piece.lane.layout.tensors[piece.position].granule
-    return value.reshape(-1)[rows.start * granule : rows.stop * granule]
+    local = piece.lane.local_rows(piece.position)
+    return value.reshape(-1)[rows.start * granule : rows.stop * granule].view(local.shape)

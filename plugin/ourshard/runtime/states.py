@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,6 +27,34 @@ def states_of(optimizer: Optimizer, run: Run) -> Iterator[tuple[Stream, torch.Te
     for name, value in list(optimizer.state.get(run.parameter, {}).items()):
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == run.parameter.shape:
             yield Stream(name, value.dtype), value
+
+
+def problem_of_parts(optimizer: Optimizer, key: Any, value: Any, name: str) -> str | None:
+    """Return why a state of a flat part, of which each rank has one, is not the parameter's; None if it is.
+
+    `value`: what has not one value an element; it may be a number of the whole parameter, which all ranks have alike.
+    """
+    what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"in a {type(value).__name__}"
+    if isinstance(value, torch.Tensor) and value.numel() < 2:
+        return None
+    if not isinstance(value, torch.Tensor) and not any(tensor.dim() for tensor in _tensors_in(value)):
+        return None
+    return (
+        f"{type(optimizer).__name__} keeps {key!r} {what} for a flat part of {name!r}: that belongs to this rank's "
+        "rows alone and can't be saved by name. Use an optimizer whose state has one value an element, or save the weights "
+        "alone."
+    )
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def keep_on_host(optimizer: Optimizer, lane: Lane) -> None:
