@@ -41,8 +41,8 @@ def problem_of_parts(optimizer: Optimizer, key: Any, value: Any, name: str) -> s
         return None
     return (
         f"{type(optimizer).__name__} keeps {key!r} {what} for a flat part of {name!r}: that belongs to this rank's "
-        "rows alone and can't be saved by name. Use an optimizer whose state has one value an element, or save the weights "
-        "alone."
+        "rows alone and can't be saved by name. Use an optimizer whose state has one value an element, or save the "
+        "weights alone."
     )
 
 
