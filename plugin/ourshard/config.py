@@ -202,7 +202,8 @@ class OffloadConfig:
                 "offload.activations: nvme is not done, since each input would be written once and read once; use cpu."
             )
         if Tier.NVME in self.tiers and not self.nvme_path:
-            raise ValueError("offload: nvme needs offload.nvme_path, a folder on a local disk.")
+            keys = [key for key in ("optimizer", "params") if getattr(self, key) is Tier.NVME]
+            raise ValueError(f"offload.{keys[0]}: nvme needs offload.nvme_path, a folder on a local disk.")
 
     @property
     def tiers(self) -> tuple[Tier, Tier]:

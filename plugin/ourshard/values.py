@@ -14,13 +14,19 @@ from typing import Any
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn nested mappings into dotted keys; keys that are dotted already stay so."""
+    """Turn nested mappings into dotted keys; keys that are dotted already stay so.
+
+    Raises:
+        ValueError: a key is there in both forms, with different values.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update({f"{key}.{inner}": item for inner, item in flatten(value).items()})
-        else:
-            flat[str(key)] = value
+        inner = flatten(value) if isinstance(value, Mapping) else None
+        items = {str(key): value} if inner is None else {f"{key}.{name}": item for name, item in inner.items()}
+        for name, item in items.items():
+            if name in flat and flat[name] != item:
+                raise ValueError(f"{name}: it is there twice, as {flat[name]!r} and as {item!r}; leave one of them.")
+            flat[name] = item
     return flat
 
 

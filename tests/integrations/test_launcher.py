@@ -125,6 +125,13 @@ def test_a_bad_section_ends_the_launcher_with_one_line_before_any_process_starts
     assert "WHO" not in result.stdout
 
 
+def test_a_key_that_a_file_gives_twice_is_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: OURSHARD\nourshard_config:\n  stage: 2\n  stage: 3\n")
+    with pytest.raises(ValueError, match=r"config.yaml: no config could be read: 'stage' is there twice"):
+        config_args.load_config_from_file(str(path))
+
+
 @pytest.mark.parametrize(
     ("keys", "line"),
     [

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ourshard.flags.sources import load, read_document
+from ourshard.flags.files import load
+from ourshard.flags.sources import read_document
 from ourshard.values import flatten
 
 from tests.commands import ROOT

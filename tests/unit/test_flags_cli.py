@@ -9,7 +9,8 @@ import pytest
 import yaml
 from ourshard.config import ShardConfig
 from ourshard.flags.cli import app
-from ourshard.flags.sources import load, read_document
+from ourshard.flags.files import load
+from ourshard.flags.sources import read_document
 from typer.testing import CliRunner
 
 FILES = Path(__file__).parent / "flag_files"
@@ -66,6 +67,16 @@ def test_a_ds_config_can_be_written_alone(tmp_path: Path) -> None:
     assert values["bf16"]["enabled"] is True
 
 
+def test_sharded_copies_go_to_fsdp_and_back(tmp_path: Path) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text("distributed_type: OURSHARD\nnum_processes: 8\nourshard_config: {shard_size: 4}\n")
+    assert "note:" not in run("translate", old, "-o", tmp_path / "fsdp.yaml", "--to", "fsdp")
+    assert "fsdp_offload_params: false " in (text := (tmp_path / "fsdp.yaml").read_text())
+    assert "# offload.params: none" in text  # what each key is here
+    run("translate", tmp_path / "fsdp.yaml", "-o", tmp_path / "new.yaml")
+    assert read_document(load(tmp_path / "new.yaml"), "x").config == ShardConfig(shard_size=4)
+
+
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     output = tmp_path / "new.yaml"
     output.write_text("kept")
@@ -83,6 +94,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
         ("- a list\n", "expected keys and values, got list"),
         ("", "expected keys and values, got nothing"),
         ("distributed_type: OURSHARD\nourshard_confg: {stage: 2}\n", "Did you mean 'ourshard_config'?"),
+        ("distributed_type: OURSHARD\nourshard_config: {stage: 2, stage: 3}\n", "'stage' is there twice"),
     ],
 )
 def test_what_cannot_be_translated_ends_with_one_line(tmp_path: Path, text: str, message: str) -> None:

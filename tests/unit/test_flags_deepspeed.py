@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import ShardConfig
 from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed, to_deepspeed
+from ourshard.flags.files import load
 from ourshard.flags.language import Kind, Verdict
-from ourshard.flags.sources import load, read_document
+from ourshard.flags.sources import read_document
 
 FILES = Path(__file__).parent / "flag_files"
 TRAINER = {
@@ -80,6 +82,10 @@ def test_auto_never_reaches_the_result_whatever_key_it_stands_on(flag: Any) -> N
         (zero(offload_param={"devise": "cpu"}), r"ds_config: Unknown.*offload_param.devise'.*offload_param.device'"),
         ({"gradient_clipping": -1}, r"ds_config: gradient_clipping: -1.0 is too small"),
         ({"gradient_accumulation_steps": 0}, r"ds_config: gradient_accumulation_steps: 0 is too small"),
+        ({"fp16": {"loss_scale": -1}}, r"ds_config: fp16.loss_scale: -1.0 is no scale"),
+        ({"fp16": {"initial_scale_power": 4000}}, r"ds_config: fp16.initial_scale_power: 4000 is not between 0 and"),
+        ({"fp16": {"loss_scale_window": 0}}, r"ds_config: fp16.loss_scale_window: 0 is too small"),
+        (zero(stage=3, offload_param={"device": "nvme"}), r"offload.params: nvme needs .*ds_config: zero.*device=nvme"),
     ],
 )
 def test_values_that_can_not_be_are_refused(raw: dict[str, Any], message: str) -> None:
@@ -217,6 +223,32 @@ def test_unknown_keys_name_the_nearest_one_at_any_depth() -> None:
         from_deepspeed({"gradient_cliping": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("raw", "place"),
+    [
+        (zero(aio={"block_size": 1}), "aio.block_size"),  # as the page of transformers on NVMe has it
+        (zero(gradient_clipping=1.0), "gradient_clipping"),
+        (zero(bf16={"enabled": True}), "bf16.enabled"),
+        ({"overlap_comm": True}, "zero_optimization.overlap_comm"),
+        ({"offload_optimizer": {"device": "cpu"}}, "zero_optimization.offload_optimizer.device"),
+        ({"stage3_max_live_parameters": 1}, "zero_optimization.max_live_parameters"),
+    ],
+)
+def test_a_key_in_the_wrong_block_is_shown_its_place(raw: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValueError, match=f"Did you mean '{place}'"):
+        from_deepspeed(raw)
+
+
+ODD = (True, -1, 4000, float("nan"), float("inf"), "", "x", b"x", [1], {"x": 1})
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_whatever_stands_on_a_key_is_read_or_refused(value: Any) -> None:
+    for key in DEEPSPEED.by_spelling:
+        with suppress(ValueError):
+            from_deepspeed({key: value, "fp16.enabled": True}).config  # noqa: B018 (it checks)
+
+
 def test_a_section_and_its_file_are_joined_and_must_agree(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
@@ -277,6 +309,9 @@ def test_stage_3_alone_is_said_with_its_own_keys() -> None:
     assert notes == ()
     assert raw["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert from_deepspeed(raw).config == config
+    copies = ShardConfig(shard_size=8).replace(communication={"two_hop_gathers": True})
+    raw, notes = to_deepspeed(copies)
+    assert (from_deepspeed(raw).config, notes) == (copies, ())
 
 
 def test_inputs_of_recomputed_units_go_to_the_host_and_back_to_deepspeed() -> None:

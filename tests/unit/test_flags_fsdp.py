@@ -10,8 +10,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import ShardConfig
-from ourshard.flags.fsdp import STRATEGIES, from_fsdp, to_fsdp
-from ourshard.flags.sources import load, read_document
+from ourshard.flags.files import load
+from ourshard.flags.fsdp import STRATEGIES, from_fsdp, to_fsdp, to_parallelism
+from ourshard.flags.sources import read_document
 from ourshard.values import flatten
 
 FILES = Path(__file__).parent / "flag_files"
@@ -219,6 +220,7 @@ sayable = st.fixed_dictionaries(
         "offload": st.sampled_from([{}, {"params": "cpu", "optimizer": "cpu"}]),
         "activation_checkpointing": st.booleans(),
         "low_memory_loading": st.booleans(),
+        "prefetch": st.sampled_from([{}, {"backward": 0}]),
         "checkpoint": st.sampled_from([{}, {"format": "full"}]),
     },
 )  # fmt: skip
@@ -231,6 +233,16 @@ def test_what_fsdp_can_say_comes_back_equal(values: dict[str, Any]) -> None:
     raw, notes = to_fsdp(config)
     assert notes == ()
     assert from_fsdp(yaml.safe_load(yaml.safe_dump(raw))).config == config
+
+
+def test_copies_over_a_known_number_of_ranks_are_said_beside_it() -> None:
+    config = ShardConfig(shard_size=4)
+    raw, notes = to_fsdp(config, ranks=8)
+    beside = to_parallelism(config, ranks=8)
+    assert (raw["fsdp_version"], notes, from_fsdp(raw, parallelism=beside).config) == (2, (), config)
+    for ranks in (None, 4, 6):
+        assert to_parallelism(config, ranks) == {}
+        assert any(note.startswith("shard_size: 4 can't be said") for note in to_fsdp(config, ranks)[1])
 
 
 @settings(deadline=None)

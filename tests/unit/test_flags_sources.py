@@ -136,7 +136,7 @@ def test_a_section_that_accelerate_leaves_unread_says_nothing() -> None:
     result = read(document, "a.yaml")
     assert result.config.stage == 3
     assert "deepspeed_config: not read, because distributed_type is FSDP." in result.notes
-    with pytest.raises(ValueError, match=r"path/that/is/gone.json: no DeepSpeed configuration could be read"):
+    with pytest.raises(ValueError, match=r"path/that/is/gone.json: no config could be read"):
         read({**document, "distributed_type": "DEEPSPEED"}, "a.yaml")
 
 
@@ -182,6 +182,12 @@ def test_sections_of_accelerates_own_are_left_to_it() -> None:
         (lambda: resolve({}, {"OURSHARD_STAGE": "two"}), r"OURSHARD_STAGE: stage: expected a whole number, got 'two'"),
         (lambda: resolve({}, {"OURSHARD_CONFIG": "{stage: 2"}), r"OURSHARD_CONFIG: not JSON"),
         (lambda: resolve({"a": "stage"}, {}), r"a: 'stage' has no '='"),
+        (lambda: resolve({"a": "stage=3,stage=2"}, {}), r"a: 'stage' is there twice"),
+        (lambda: resolve({"a": '{"stage": 3, "stage": 2}'}, {}), r"a: 'stage' is there twice"),
+        (
+            lambda: resolve({"a": {"offload.params": "cpu", "offload": {"params": "none"}}}, {}),
+            r"a: offload.params: it is there twice, as 'cpu' and as 'none'",
+        ),
         (lambda: resolve({"a": "stage=3,7"}, {}), r"a: stage: expected a whole number, got '3,7'"),
         (lambda: resolve({"a": "nowhere.yaml"}, {}), r"nowhere.yaml: no config could be read"),
         (lambda: resolve({"a": 7}, {}), r"a: 7 is no config"),

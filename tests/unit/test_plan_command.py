@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ourshard.flags.sources import load, read_document
+from ourshard.flags.files import load
+from ourshard.flags.sources import read_document
 from ourshard.planning.cli import app
 from ourshard.planning.quantities import parse_rate, parse_size, parse_time
 from typer import BadParameter

@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ourshard.flags.files import load
 from ourshard.flags.native import comment_of
 from ourshard.flags.result import FlagResult
-from ourshard.flags.sources import explain, from_environment, load, merge, read, read_document
+from ourshard.flags.sources import explain, from_environment, merge, read, read_document
 from ourshard.flags.translate import compose, elsewhere, translate
 
 _HELP = """Translate, show and write configurations.

@@ -5,13 +5,13 @@ Every `"auto"` is replaced by the Trainer's or Accelerate's value, or dropped so
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ourshard.config import ShardConfig
 from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, ZERO
+from ourshard.flags.files import load
 from ourshard.flags.fsdp import unsayable
 from ourshard.flags.language import Language, in_source, normalise
 from ourshard.flags.result import FlagResult, disagreement, merge
@@ -39,7 +39,7 @@ def from_deepspeed(
     """
     if not isinstance(raw, Mapping):
         source = source or str(raw)
-        raw = load_json(raw)
+        raw = load(raw)
     section = any(key in _SECTION_KEYS for key in raw)
     source = source or ("deepspeed_config" if section else "ds_config")
     known = dict(auto or {})
@@ -50,23 +50,14 @@ def from_deepspeed(
         if isinstance(file, Mapping):
             results.append(_read(file, known, f"{source}: {key}"))
         elif file not in (None, "", "none", "auto"):
-            results.append(_read(load_json(file), known, str(file)))
+            if not isinstance(file, (str, Path)):
+                raise ValueError(f"{source}: {key}: expected the path of a JSON file, got {file!r}.")
+            results.append(_read(load(file), known, str(file)))
     if not any("stage" in result.said for result in results):
         results.append(_default_stage(source, section and len(results) == 1))
     result = merge(results)
     _check_batch(result, world_size, source)
     return result
-
-
-def load_json(path: str | Path) -> dict[str, Any]:
-    """Read a JSON object from `path`, or raise `ValueError` with the path and what is wrong."""
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: no DeepSpeed configuration could be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}.")
-    return values
 
 
 def _read(raw: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> FlagResult:
@@ -185,6 +176,10 @@ def _zero(config: ShardConfig) -> dict[str, Any]:
         zero["stage3_prefetch_bucket_size"] = 0
     if config.secondary_shard_size is not None:
         zero["zero_hpz_partition_size"] = config.secondary_shard_size
+    if isinstance(config.shard_size, int) and config.stage == 3:
+        zero["mics_shard_size"] = config.shard_size
+    if config.communication.two_hop_gathers:
+        zero["mics_hierarchical_params_gather"] = True
     if config.communication.weights.value == "int8":
         zero["zero_quantized_weights"] = True
     if config.communication.gradients.value == "int4":

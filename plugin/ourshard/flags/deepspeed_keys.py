@@ -6,11 +6,14 @@ and from Accelerate 1.15. Keys stand without the `stage3_` prefix where DeepSpee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ourshard.flags.language import Flag, Kind, Outcome, idle, mapped, refused
 from ourshard.values import nearest
+
+_LARGEST_SCALE = 2.0**128  # torch's scaler holds it in fp32
 
 BOOL, INT, FLOAT, TEXT, NAMES, ANY = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.TEXT, Kind.NAMES, Kind.ANY
 
@@ -66,6 +69,8 @@ def _read_mics(value: int, _: Mapping[str, Any]) -> Outcome:
 
 
 def _read_loss_scale(value: float, _: Mapping[str, Any]) -> Outcome:
+    if not 0 <= value < _LARGEST_SCALE:
+        raise ValueError(f"fp16.loss_scale: {value!r} is no scale; give a number above 0, or 0 to let it follow.")
     if value == 0:
         return Outcome()
     return Outcome(
@@ -75,11 +80,15 @@ def _read_loss_scale(value: float, _: Mapping[str, Any]) -> Outcome:
 
 
 def _read_scale_power(value: int, said: Mapping[str, Any]) -> Outcome:
+    if not 0 <= value < math.log2(_LARGEST_SCALE):
+        raise ValueError(f"fp16.initial_scale_power: {value!r} is not between 0 and 127, as a power of 2 in fp32 is.")
     static = float(said.get("fp16.loss_scale") or 0) > 0
     return Outcome({} if static else {"run.grad_scaler.init_scale": 2.0**value})
 
 
 def _read_scale_window(value: int, said: Mapping[str, Any]) -> Outcome:
+    if value < 1:
+        raise ValueError(f"fp16.loss_scale_window: {value!r} is too small; give the number of steps, 1 or more.")
     static = float(said.get("fp16.loss_scale") or 0) > 0
     return Outcome({} if static else {"run.grad_scaler.growth_interval": value})
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ourshard.config import CheckpointFormat, ShardConfig
+from ourshard.config import CheckpointFormat, ShardConfig, Tier
 from ourshard.flags.language import Flag, Kind, Language, Outcome, idle, mapped, normalise, refused
 from ourshard.flags.parallelism import PARALLELISM
 from ourshard.flags.result import FlagResult, merge
@@ -246,12 +246,17 @@ def from_fsdp(
     return merge(results)
 
 
-def to_fsdp(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+def to_fsdp(config: ShardConfig, ranks: int | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write `config` as the `fsdp_config` of an Accelerate YAML; the notes say what FSDP has no word for.
 
-    Version 2 is written, except for what only version 1 can say (stage 0 and hybrid shard).
+    Version 2 is written, except for what only version 1 can say (stage 0, copies in nodes, no prefetch in backward).
+    The inputs of recomputed units go to the host in version 2 alone, and copies over so many ranks are said beside it,
+    in `to_parallelism(config, ranks)`.
     """
-    first = config.stage == 0 or config.shard_size is not None
+    beside = to_parallelism(config, ranks)
+    early = config.stage == 0 or (config.shard_size is not None and not beside)
+    late = bool(beside) or config.offload.activations is not Tier.NONE
+    first = early or not (config.prefetch.backward or late)
     raw: dict[str, Any] = {"fsdp_version": 1 if first else 2}
     if first:  # `accelerate launch` reads no other key for it in version 1
         raw["fsdp_sharding_strategy"] = _strategy_name(config)
@@ -268,11 +273,19 @@ def to_fsdp(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         raw["fsdp_state_dict_type"] = f"{config.checkpoint.format.value.upper()}_STATE_DICT"
     raw["fsdp_cpu_ram_efficient_loading"] = config.low_memory_loading
     raw["fsdp_activation_checkpointing"] = config.activation_checkpointing
-    if config.offload.activations.value != "none" and not first:  # Accelerate has it in version 2 alone
+    if config.offload.activations is not Tier.NONE and not first:
         raw["fsdp_activation_checkpointing_offload"] = True
     if config.wrap.ignore:
         raw["fsdp_ignored_modules"] = ",".join(config.wrap.ignore)
-    return raw, unsayable(config, from_fsdp(raw).config, "FSDP")
+    return raw, unsayable(config, from_fsdp(raw, parallelism=beside).config, "FSDP")
+
+
+def to_parallelism(config: ShardConfig, ranks: int | None) -> dict[str, Any]:
+    """Return Accelerate's `parallelism_config` for sharded copies over so many ranks; empty where there are none."""
+    size = config.shard_size
+    if config.stage != 3 or not isinstance(size, int) or ranks is None or ranks <= size or ranks % size:
+        return {}
+    return {f"{PARALLELISM.prefix}dp_replicate_size": ranks // size, f"{PARALLELISM.prefix}dp_shard_size": size}
 
 
 def _keeps_nothing_whole(config: ShardConfig) -> bool:

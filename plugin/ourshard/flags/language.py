@@ -121,8 +121,21 @@ class Language:
             flag = self.by_spelling.get(parent)
             flag = flag if flag and flag.tree else None
         if flag is None:
-            raise ValueError(f"Unknown {self.name} key {key!r}.{nearest(bare, self.by_spelling)}")
+            meant = self._misplaced(bare) or nearest(bare, self.by_spelling)
+            raise ValueError(f"Unknown {self.name} key {key!r}.{meant}")
         return flag
+
+    def _misplaced(self, key: str) -> str:
+        """Return ` Did you mean 'x'?` for a key in the wrong block: the one key, or block, that ends as it does."""
+        blocks = {spelling for spelling, flag in self.by_spelling.items() if flag.tree}
+        names = key.split(".")
+        for tail in (".".join(names[start:]) for start in range(len(names))):
+            if tail.partition(".")[0] in blocks:
+                return f" Did you mean {tail!r}?"
+            ends = {self.by_spelling[name].key for name in self.by_spelling if f".{name}".endswith(f".{tail}")}
+            if len(ends) == 1:
+                return f" Did you mean {ends.pop()!r}?"
+        return ""
 
     def is_section(self, key: str) -> bool:
         """Say whether `key` only holds other keys, as `zero_optimization` does."""

@@ -68,6 +68,7 @@ SECTIONS: Mapping[str, str] = {
     "checkpoint": "what is saved",
     "fsdp_config": "flags of FSDP",
     "deepspeed_config": "flags of DeepSpeed",
+    "parallelism_config": "the mesh that FSDP2 shards over",
 }
 
 ACCELERATE: Mapping[str, str] = {

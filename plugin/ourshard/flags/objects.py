@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ourshard.flags.deepspeed import from_deepspeed, load_json
+from ourshard.flags.deepspeed import from_deepspeed
+from ourshard.flags.files import load
 from ourshard.flags.fsdp import from_fsdp
 from ourshard.flags.result import FlagResult
 
@@ -129,7 +130,7 @@ def from_training_arguments(args: Any, total_steps: int | None = None) -> FlagRe
     if not fsdp:
         return None
     raw = getattr(args, "fsdp_config", None) or {}
-    values = load_json(raw) if isinstance(raw, str) else dict(raw)
+    values = load(raw) if isinstance(raw, str) else dict(raw)
     if not any(key.removeprefix("fsdp_") == "version" for key in values):
         values["version"] = 2  # the Trainer's default
     return from_fsdp({"fsdp": fsdp, **values}, "TrainingArguments.fsdp_config")

@@ -91,8 +91,8 @@ def from_values(values: Mapping[str, Any], source: str) -> FlagResult:
     Raises:
         ValueError: an unknown key (the nearest name is given) or a value of a wrong type.
     """
-    flat = {key: value for key, value in flatten(values).items() if not _is_empty_section(key, value)}
     try:
+        flat = {key: value for key, value in flatten(values).items() if not _is_empty_section(key, value)}
         return build(flat, dict.fromkeys(flat, source))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error

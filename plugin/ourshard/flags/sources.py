@@ -14,10 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ourshard.config import ShardConfig, config_keys
 from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed
+from ourshard.flags.files import from_json, load
 from ourshard.flags.fsdp import FSDP, from_fsdp
 from ourshard.flags.result import RUN, FlagResult, from_values, merge
 from ourshard.values import flatten, nearest, unflatten
@@ -77,31 +76,13 @@ def read(value: Any, source: str) -> FlagResult:
     raise ValueError(f"{source}: {value!r} is no config; give a mapping, a path, or text such as 'stage=3'.")
 
 
-def load(path: str | Path) -> dict[str, Any]:
-    """Load the mapping that a YAML or JSON file holds.
-
-    JSON is read as such: YAML takes a number that is written `1e-5` for text.
-
-    Raises:
-        ValueError: the file can't be read, or holds something else.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        values = json.loads(text) if Path(path).suffix == ".json" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"{path}: no config could be read: {text}") from error
-    if not isinstance(values, dict):
-        found = "nothing" if values is None else type(values).__name__
-        raise ValueError(f"{path}: expected keys and values, got {found}.")
-    return values
-
-
 def _from_json(text: str, source: str) -> dict[str, Any]:
     try:
-        values = json.loads(text)
+        values = from_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{source}: not JSON ({error}): {text[:100]!r}. Example: '{{\"stage\": 2}}'.") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     assert isinstance(values, dict)  # the text starts with a brace
     return values
 
@@ -175,7 +156,7 @@ def from_text(text: str, source: str) -> FlagResult:
     """Read the short form, `"stage=3,shard_size=node,wrap.classes=A,B"`: dotted keys; a list may go on after a comma.
 
     Raises:
-        ValueError: a part without `=`, an unknown key or a wrong value.
+        ValueError: a part without `=`, an unknown key, one that is there twice, or a wrong value.
     """
     values: dict[str, Any] = {}
     key = ""
@@ -183,6 +164,8 @@ def from_text(text: str, source: str) -> FlagResult:
         name, equals, value = part.partition("=")
         if equals:
             key = name.strip()
+            if key in values:
+                raise ValueError(f"{source}: {key!r} is there twice; leave one of them.")
             values[key] = _scalar(value.strip())
         elif key and isinstance(values[key], str):
             values[key] += f",{part}"

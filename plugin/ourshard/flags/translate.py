@@ -10,10 +10,11 @@ from typing import Any
 
 from ourshard.flags import native
 from ourshard.flags.deepspeed import to_deepspeed
-from ourshard.flags.fsdp import FSDP, to_fsdp
+from ourshard.flags.files import load
+from ourshard.flags.fsdp import FSDP, to_fsdp, to_parallelism
 from ourshard.flags.result import RUN, FlagResult
-from ourshard.flags.sources import SECTIONS, load, read_document
-from ourshard.values import unflatten
+from ourshard.flags.sources import SECTIONS, read_document
+from ourshard.values import flatten, unflatten
 
 FORMS = ("native", "fsdp", "deepspeed")
 # Sections that the translation replaces; `parallelism_config` is where FSDP2 says hybrid shard.
@@ -82,12 +83,18 @@ def elsewhere(result: FlagResult, handed_over: Collection[str] = ()) -> tuple[st
 
 
 def _to_fsdp(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
-    section, notes = to_fsdp(result.config)
+    ranks = kept.get("num_processes")
+    section, notes = to_fsdp(result.config, ranks)
+    beside = to_parallelism(result.config, ranks)
     document = {"distributed_type": "FSDP", **kept, "fsdp_config": section}
+    document |= {"parallelism_config": beside} if beside else {}
+    here = flatten(result.config.to_dict())
     flags = {key: FSDP.find(key) for key in section}
     comments = {
-        f"fsdp_config.{key}": native.KEYS.get(flag.target, flag.reason.rstrip(".")) for key, flag in flags.items()
+        f"fsdp_config.{key}": f"{flag.target}: {native.scalar(here[flag.target])}" if flag.target else flag.reason[:-1]
+        for key, flag in flags.items()
     }
+    comments |= {f"parallelism_config.{key}": f"shard_size: {here['shard_size']}" for key in beside}
     return Translation({output: native.dump(document, comments, f"Translated from {old}.")}, notes)
 
 

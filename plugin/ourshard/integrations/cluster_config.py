@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ourshard.flags import sources
+from ourshard.flags.files import load
 from ourshard.flags.result import RUN, FlagResult, disagreement, merge
 from ourshard.integrations.switch import SWITCH, ConfigError, flag
 
@@ -121,9 +122,12 @@ def read_sections(values: Mapping[str, Any]) -> FlagResult:
     """Read everything that a config file says about sharding, in our words and in those of FSDP and DeepSpeed.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be, or two sections that disagree; one line.
+        ConfigError: an unknown key, a value that cannot be, a key that the file gives twice, or two sections that
+            disagree; one line.
     """
     try:
+        if _file.get():
+            load(_file.get())  # accelerate's reader has kept the last of two
         return merge([sources.read_sections(values, _file.get())])
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
