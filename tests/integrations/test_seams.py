@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import accelerate
+import peft.peft_model
 import pytest
+import transformers.modeling_utils
+import transformers.trainer
+import transformers.training_args
 from accelerate.commands.config import config_args
-from ourshard.integrations import register, seams
+from ourshard.integrations import register, register_transformers, seams, transformers_seams
 
 from tests.commands import run_cli
 
@@ -36,6 +41,15 @@ def test_every_seam_of_the_installed_version_is_where_it_should_be():
     assert seams.of_state(accelerate.state) == []
     assert seams.of_config(config_args) == []
     assert seams.of_launch(sys.modules["accelerate.utils.launch"]) == []
+    assert transformers_seams.of_trainer(transformers.trainer) == []
+    assert transformers_seams.of_arguments(transformers.training_args) == []
+    assert transformers_seams.of_model(transformers.modeling_utils) == []
+    assert transformers_seams.of_peft(peft.peft_model) == []
+
+
+def test_what_stands_around_a_method_of_the_trainer_is_where_the_table_says():
+    for name, around in transformers_seams.TRAINER.items():
+        assert callable(getattr(import_module(f"ourshard.integrations.{around.module}"), name)), name
 
 
 class Moved:
@@ -52,6 +66,16 @@ def test_an_accelerator_without_our_seams_works_and_refuses_only_when_ourshard_i
     assert type(moved(cpu=True)) is moved
     monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
     with pytest.raises(RuntimeError, match=r"Accelerator\.prepare_model.*Tried: accelerate 1\.10 to 1\.15"):
+        moved()
+
+
+def test_a_trainer_without_our_seams_works_and_refuses_only_when_ourshard_is_asked_for(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_OURSHARD", raising=False)
+    moved = type("Trainer", (), {})
+    register_transformers.trainer_class(module(Trainer=moved))
+    moved()
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    with pytest.raises(RuntimeError, match=r"under transformers 5.*Trainer\.save_model.*Tried: transformers 5"):
         moved()
 
 

@@ -7,6 +7,7 @@ ourshard with it raises. Each wrap does what the wrapped function did wherever n
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from ourshard.integrations import transformers_seams as seams
 
 
 def trainer_class(module: ModuleType) -> None:
-    """Let `Trainer` save and load whole states, by the functions of `trainer.py` and `trainer_blocks.py`."""
+    """Let `Trainer` save and load whole states, by the functions that `seams.TRAINER` names."""
     lost = seams.of_trainer(module)
     cls = getattr(module, "Trainer", None)
     if lost and isinstance(cls, type):
@@ -40,30 +41,17 @@ def trainer_class(module: ModuleType) -> None:
 
 
 def _trainer_method(name: str, method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    if name in seams.BLOCKS:
-        if not switch.flag(switch.SWITCH):
-            return method(trainer, *args, **kwargs)
-        from ourshard.integrations import trainer_blocks
-
-        return getattr(trainer_blocks, name)(method, trainer, *args, **kwargs)
-    if name in seams.EVENTS:
-        from ourshard.integrations import trainer_events
-
-        return getattr(trainer_events, name)(method, trainer, *args, **kwargs)
-    if not getattr(getattr(trainer, "accelerator", None), "is_ourshard", False):
+    ours = seams.TRAINER[name]
+    if not _concerns(ours.when, trainer):
         return method(trainer, *args, **kwargs)
-    from ourshard.integrations import trainer as whole
-    from ourshard.integrations import trainer_evaluation, trainer_hub, trainer_loss, trainer_recovery, trainer_resume
+    module = importlib.import_module(f"ourshard.integrations.{ours.module}")
+    return getattr(module, name)(method, trainer, *args, **kwargs)
 
-    others = (
-        (seams.RECOVERY, trainer_recovery),
-        (seams.RESUME, trainer_resume),
-        (seams.LOSS, trainer_loss),
-        (seams.EVALUATION, trainer_evaluation),
-        (seams.HUB, trainer_hub),
-    )
-    ours = next((module for names, module in others if name in names), whole)
-    return getattr(ours, name)(method, trainer, *args, **kwargs)
+
+def _concerns(when: seams.When, trainer: Any) -> bool:
+    if when is seams.When.SHARDED:
+        return bool(getattr(getattr(trainer, "accelerator", None), "is_ourshard", False))
+    return when is seams.When.ALWAYS or switch.flag(switch.SWITCH)
 
 
 def training_arguments(module: ModuleType) -> None:

@@ -85,10 +85,15 @@ def of_accelerator(module: ModuleType) -> list[str]:
 
 def message(lost: list[str]) -> str:
     """Return the error for a version of accelerate whose seams moved."""
+    return moved("accelerate", lost, tried=f"accelerate {TRIED}")
+
+
+def moved(package: str, lost: list[str], tried: str) -> str:
+    """Return the error for a version of `package` whose seams moved."""
     return (
-        f"ourshard cannot work under accelerate {metadata.version('accelerate')}: {', '.join(lost)} is not where "
-        f"ourshard takes hold of it. Tried: accelerate {TRIED}. Install one of these; or, to run "
-        "without ourshard, take it out of the config or set OURSHARD_DISABLE=1."
+        f"ourshard cannot work under {package} {metadata.version(package)}: {', '.join(lost)} is not where ourshard "
+        f"takes hold of it. Tried: {tried}. Install one of these; or, to run without ourshard, take it out of the "
+        "config or set OURSHARD_DISABLE=1."
     )
 
 

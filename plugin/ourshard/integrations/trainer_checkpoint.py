@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -40,8 +41,8 @@ _TORCH_DISK_ERRORS = ("PytorchStreamWriter", "unexpected pos", "Parent directory
 READ_AT_RESUME = (STATE, SCHEDULER, "scaler.pt", "rng_state*.pth")
 WHOLE = ("optimizer.pt", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 
-_writing: dict[int, list[Exception]] = {}  # Trainer inside of `save` -> what failed there so far
-_lost: dict[int, list[str]] = {}  # Trainer -> its checkpoints that were not written
+_writing: WeakKeyDictionary[Any, list[Exception]] = WeakKeyDictionary()  # Trainer in `save` -> what failed there so far
+_lost: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()  # Trainer -> its checkpoints that were not written
 
 
 def engine_for(trainer: Any) -> Engine | None:
@@ -54,7 +55,7 @@ def engine_for(trainer: Any) -> Engine | None:
 
 def is_writing(trainer: Any) -> bool:
     """Tell whether what the Trainer writes now is to be without weights and optimizer."""
-    return id(trainer) in _writing
+    return trainer in _writing
 
 
 def inner_folder(folder: Path) -> Path:
@@ -99,7 +100,7 @@ def _skips(trainer: Any, engine: Engine) -> bool:
     try:
         return running.skips(engine)
     except CheckpointError as error:  # of the save before, which was logged
-        _lost.setdefault(id(trainer), []).append(str(error))
+        _lost.setdefault(trainer, []).append(str(error))
         return False
 
 
@@ -107,7 +108,7 @@ def _write_files(method: Method, trainer: Any, model: Any, trial: Any, folder: P
     limit = trainer.args.save_total_limit
     trainer.args.save_total_limit = None  # the last good one stays until this one is complete
     failed: list[Exception] = []
-    _writing[id(trainer)] = failed
+    _writing[trainer] = failed
     try:
         if trainer.args.should_save:
             attempt(trainer, lambda: (folder / STATE).unlink(missing_ok=True))
@@ -122,7 +123,7 @@ def _write_files(method: Method, trainer: Any, model: Any, trial: Any, folder: P
             raise OSError(str(error).splitlines()[0]) from error
         raise
     finally:
-        del _writing[id(trainer)]
+        del _writing[trainer]
         trainer.args.save_total_limit = limit
 
 
@@ -131,7 +132,7 @@ def attempt(trainer: Any, action: Callable[[], None]) -> None:
     try:
         action()
     except Exception as error:
-        _writing[id(trainer)].append(error)
+        _writing[trainer].append(error)
 
 
 def save_scheduler(trainer: Any, folder: str) -> None:
@@ -154,7 +155,7 @@ def _clear_up(folder: Path, limit: int | None, kept: list[Path]) -> None:
 
 
 def _say_lost(trainer: Any, problem: str) -> None:
-    _lost.setdefault(id(trainer), []).append(problem)
+    _lost.setdefault(trainer, []).append(problem)
     if trainer.args.process_index == 0:
         logger.error("A checkpoint was not written, and training goes on: %s", problem)
 
@@ -164,8 +165,8 @@ def finish(trainer: Any) -> None:
     try:
         BACKGROUND.wait()
     except CheckpointError as error:
-        _lost.setdefault(id(trainer), []).append(str(error))
-    lost, lead = _lost.pop(id(trainer), []), trainer.args.process_index == 0
+        _lost.setdefault(trainer, []).append(str(error))
+    lost, lead = _lost.pop(trainer, []), trainer.args.process_index == 0
     if lost and lead:
         logger.error("%d checkpoints of this training were not written; the last: %s", len(lost), lost[-1])
     best = trainer.state.best_model_checkpoint

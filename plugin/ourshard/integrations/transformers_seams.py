@@ -4,44 +4,55 @@ from __future__ import annotations
 
 import functools
 import inspect
-from importlib import metadata
+from enum import Enum
 from types import ModuleType
+from typing import NamedTuple
 
-from ourshard.integrations.seams import missing
+from ourshard.integrations.seams import missing, moved
 
 TRIED = "5.3 and 5.24"
 
+
+class When(Enum):
+    """Which calls of a Trainer's method go through ours; all others go to the Trainer's own alone."""
+
+    ALWAYS = "always"
+    ASKED = "while ourshard is on in this process"
+    SHARDED = "of a Trainer whose Accelerator is ours"
+
+
+class Around(NamedTuple):
+    """A function of ours that stands around a method of `Trainer`, under the method's name."""
+
+    module: str  # of `ourshard.integrations`, imported at the first call
+    when: When
+    parameters: tuple[str, ...]  # of the method: what ours passes or takes
+
+
 # `transformers.trainer.Trainer`
-TRAINER: dict[str, tuple[str, ...]] = {
-    "save_model": ("output_dir", "_internal_call"),
-    "_save": ("output_dir", "state_dict"),
-    "_save_checkpoint": ("model", "trial"),
-    "_save_optimizer_and_scheduler": ("output_dir",),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_evaluate": ("trial",),
-    "_load_best_model": (),
-    "_finalize_training": ("trial",),
-    "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-    "_move_model_to_device": ("model", "device"),
-    "create_accelerator_and_postprocess": (),
-    "create_optimizer": (),
-    "create_scheduler": ("num_training_steps", "optimizer"),
-    "_maybe_log_save_evaluate": (),
-    "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
-    "evaluation_loop": ("dataloader", "description"),
-    "log": ("logs",),
-    "train": ("resume_from_checkpoint",),
-    "init_hf_repo": ("token",),
-    "push_to_hub": ("commit_message",),
-    "_push_from_checkpoint": ("checkpoint_folder",),
+TRAINER = {
+    "save_model": Around("trainer", When.SHARDED, ("output_dir", "_internal_call")),
+    "_save": Around("trainer", When.SHARDED, ("output_dir", "state_dict")),
+    "_save_checkpoint": Around("trainer_resume", When.SHARDED, ("model", "trial")),
+    "_save_optimizer_and_scheduler": Around("trainer", When.SHARDED, ("output_dir",)),
+    "_load_optimizer_and_scheduler": Around("trainer", When.SHARDED, ("checkpoint",)),
+    "_evaluate": Around("trainer_events", When.ALWAYS, ("trial",)),
+    "_load_best_model": Around("trainer", When.SHARDED, ()),
+    "_finalize_training": Around("trainer", When.SHARDED, ("trial",)),
+    "_load_from_checkpoint": Around("trainer", When.SHARDED, ("resume_from_checkpoint", "model")),
+    "_move_model_to_device": Around("trainer", When.SHARDED, ("model", "device")),
+    "create_accelerator_and_postprocess": Around("trainer_blocks", When.ASKED, ()),
+    "create_optimizer": Around("trainer_blocks", When.ASKED, ()),
+    "create_scheduler": Around("trainer_blocks", When.ASKED, ("num_training_steps", "optimizer")),
+    "_maybe_log_save_evaluate": Around("trainer_events", When.ALWAYS, ()),
+    "compute_loss": Around("trainer_loss", When.SHARDED, ("model", "inputs", "return_outputs", "num_items_in_batch")),
+    "evaluation_loop": Around("trainer_evaluation", When.SHARDED, ("dataloader", "description")),
+    "log": Around("trainer_events", When.ALWAYS, ("logs",)),
+    "train": Around("trainer_recovery", When.SHARDED, ("resume_from_checkpoint",)),
+    "init_hf_repo": Around("trainer_hub", When.SHARDED, ("token",)),
+    "push_to_hub": Around("trainer_hub", When.SHARDED, ("commit_message",)),
+    "_push_from_checkpoint": Around("trainer_hub", When.SHARDED, ("checkpoint_folder",)),
 }
-RESUME = ("_save_checkpoint",)  # see `trainer_resume.py`
-EVENTS = ("_evaluate", "_maybe_log_save_evaluate", "log")  # see `trainer_events.py`
-LOSS = ("compute_loss",)  # see `trainer_loss.py`
-EVALUATION = ("evaluation_loop",)  # see `trainer_evaluation.py`
-RECOVERY = ("train",)  # see `trainer_recovery.py`
-HUB = ("init_hf_repo", "push_to_hub", "_push_from_checkpoint")  # see `trainer_hub.py`
-BLOCKS = ("create_accelerator_and_postprocess", "create_optimizer", "create_scheduler")  # see `trainer_blocks.py`
 USED = {
     "_get_num_items_in_batch": ("batch_samples", "device"),
     "_issue_warnings_after_load": ("load_result",),
@@ -72,7 +83,7 @@ def of_trainer(module: ModuleType) -> list[str]:
     if not hasattr(module, "Trainer"):
         return ["Trainer"]
     functions = [] if callable(getattr(module, "get_last_checkpoint", None)) else ["get_last_checkpoint"]
-    return missing(module.Trainer, {**TRAINER, **USED}) + functions
+    return missing(module.Trainer, {name: around.parameters for name, around in TRAINER.items()} | USED) + functions
 
 
 def of_arguments(module: ModuleType) -> list[str]:
@@ -100,8 +111,4 @@ def of_peft(module: ModuleType) -> list[str]:
 
 def message(package: str, lost: list[str]) -> str:
     """Return the error for a version of `package` whose seams moved."""
-    return (
-        f"ourshard cannot work under {package} {metadata.version(package)}: {', '.join(lost)} is not where ourshard "
-        f"takes hold of it. Tried: transformers {TRIED}. Install one of these; or, to run without ourshard, take it "
-        "out of the config or set OURSHARD_DISABLE=1."
-    )
+    return moved(package, lost, tried=f"transformers {TRIED}")
