@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from .companions import is_for_model
 from .huggingface import OWN_METADATA, SINGLE
 from .safetensors_file import lay_out
-from .sink import Sink, SinkOptions
+from .sink import Sink
 from .source import BUFFER, PARAM, CheckpointError, Source, TensorInfo
 from .transfer import FilePlan, whole, write_files
 from .workspace import Workspace
@@ -25,11 +25,7 @@ class SafetensorsSink(Sink):
 
     format = "safetensors"
     summary = "Hugging Face weights for from_pretrained: model.safetensors, or several files with an index"
-
-    def __init__(self, options: SinkOptions) -> None:
-        if options.world_size is not None:
-            raise ValueError("world_size has no meaning for safetensors: use max_shard_size")
-        super().__init__(options)
+    refused_options: ClassVar[Mapping[str, str]] = {"world_size": "use max_shard_size"}
 
     @classmethod
     def can_hold(cls, kind: str) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import ClassVar
 
 from .foreign.adapters import adapter_only_names
 from .huggingface_sink import SafetensorsSink, training_losses
 from .safetensors_file import lay_out
-from .sink import SinkOptions
 from .source import PARAM, Source
 from .transfer import FilePlan, Run, write_files
 from .view import only_adapters
@@ -22,11 +23,9 @@ class PeftSink(SafetensorsSink):
 
     format = "peft"
     summary = "an adapter for PeftModel.from_pretrained: adapter_model.safetensors, adapter_config.json"
-
-    def __init__(self, options: SinkOptions) -> None:
-        if options.max_shard_size is not None:
-            raise ValueError("max_shard_size has no meaning for adapters: PEFT reads one file")
-        super().__init__(options)
+    refused_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("max_shard_size", "world_size"), "PEFT reads one file"
+    )
 
     @classmethod
     def can_hold(cls, kind: str) -> bool:

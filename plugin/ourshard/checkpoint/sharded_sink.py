@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import ClassVar
 
 from . import plain
 from .manifest import NAME, PLAIN, FileRecord, Manifest, dump, seal
 from .shard_writer import is_scalar, plan_files, rank_state_path
-from .sink import Sink, SinkOptions
+from .sink import Sink
 from .source import PARAM, Source, TensorInfo
 from .transfer import FilePlan, Run, write_files
 from .workspace import Workspace
@@ -20,11 +21,7 @@ class ShardedSink(Sink):
 
     format = "ourshard"
     summary = "ourshard's own: weights, optimizer and all else, loads on any number of ranks"
-
-    def __init__(self, options: SinkOptions) -> None:
-        if options.max_shard_size is not None:
-            raise ValueError("max_shard_size has no meaning for ourshard checkpoints: use world_size, one file a rank")
-        super().__init__(options)
+    refused_options: ClassVar[Mapping[str, str]] = {"max_shard_size": "its files are cut by rank; use world_size"}
 
     @classmethod
     def can_hold(cls, kind: str) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SinkOptions:
-    """How to write. A writer for which an option means nothing must refuse it if it is not None."""
+    """How to write; what is not None must mean something for the format: `Sink.refused_options`."""
 
     max_shard_size: int | None = None  # bytes in a file of weights; None: one file
     world_size: int | None = None  # ranks to cut the files for; None: the source's, or 1
@@ -48,8 +49,12 @@ class Sink(ABC):
 
     format: ClassVar[str]  # name in the registry and in `--to`
     summary: ClassVar[str]  # one line for `--help`: what the result is and who reads it
+    refused_options: ClassVar[Mapping[str, str]] = {}  # of `SinkOptions`: name -> why it has no meaning, what to use
 
     def __init__(self, options: SinkOptions) -> None:
+        for name, reason in self.refused_options.items():
+            if getattr(options, name) is not None:
+                raise ValueError(f"{name} has no meaning for {self.format}: {reason}")
         self.options = options
 
     @classmethod

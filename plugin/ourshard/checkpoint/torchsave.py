@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +15,7 @@ from .foreign.names import canonical_keys, shorten
 from .foreign.weights import find_weights, read_weights
 from .huggingface_sink import MAX_SHARD_SIZE, file_names, index_of, split, write_companions
 from .numbered import Models, numbered, of_model
-from .sink import Sink, SinkOptions
+from .sink import Sink
 from .source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from .torch_archive import Archive
 from .workspace import Workspace
@@ -64,11 +64,7 @@ class TorchSaveSink(Sink):
 
     format = "torch"
     summary = "torch.save files: pytorch_model.bin (or several with an index), optimizer.bin, scheduler.bin"
-
-    def __init__(self, options: SinkOptions) -> None:
-        if options.world_size is not None:
-            raise ValueError("world_size has no meaning for files of torch.save: use max_shard_size")
-        super().__init__(options)
+    refused_options: ClassVar[Mapping[str, str]] = {"world_size": "use max_shard_size"}
 
     @classmethod
     def can_hold(cls, kind: str) -> bool:

@@ -11,6 +11,7 @@ transformers' own affair, as always: a new head is made in memory by each rank, 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -154,8 +155,6 @@ def checkpoint_files(folder: Path, names: Mapping[str, str]) -> list[Path]:
 
     `names` has `single` and `index`, the names of the two in this folder's kind of file.
     """
-    import json
-
     single, index = folder / names["single"], folder / names["index"]
     if single.is_file():
         return [single]

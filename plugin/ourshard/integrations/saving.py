@@ -354,13 +354,13 @@ def log_skipped(who: str, newest: commit.Newest) -> str | None:
 
 
 def _optimizer_file(folder: str | os.PathLike[str], number: int) -> Path:
-    return Path(folder) / (f"{OPTIMIZER_FILE}.bin" if number == 0 else f"{OPTIMIZER_FILE}_{number}.bin")
+    return Path(folder) / of_model(OPTIMIZER_FILE, number, ".bin")
 
 
 def read_weights(folder: Path, number: int) -> dict[str, torch.Tensor]:
     """Read the whole weights of model `number` from a folder of `save_state`, without holding a file twice."""
-    ending = f"_{number}" if number else ""
-    safe, pickled = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors", folder / f"{MODEL_NAME}{ending}.bin"
+    safe = folder / of_model(SAFE_MODEL_NAME, number, ".safetensors")
+    pickled = folder / of_model(MODEL_NAME, number, ".bin")
     if safe.exists():
         from safetensors.torch import load_file
 

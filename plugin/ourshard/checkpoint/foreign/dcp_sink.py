@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +19,7 @@ import torch
 
 from ..archive_writer import ArchivePlan, write_archives
 from ..huggingface_sink import write_companions
-from ..sink import Sink, SinkOptions
+from ..sink import Sink
 from ..source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from ..torch_archive import Archive
 from ..workspace import Workspace
@@ -139,11 +139,7 @@ class DcpSink(Sink):
 
     format: ClassVar[str] = "dcp"
     summary: ClassVar[str] = "torch's distributed checkpoint, as FSDP2 of accelerate and the Trainer loads it"
-
-    def __init__(self, options: SinkOptions) -> None:
-        if options.max_shard_size is not None:
-            raise ValueError("max_shard_size has no meaning for DCP, whose files are cut by rank: use world_size")
-        super().__init__(options)
+    refused_options: ClassVar[Mapping[str, str]] = {"max_shard_size": "its files are cut by rank; use world_size"}
 
     @classmethod
     def can_hold(cls, kind: str) -> bool:

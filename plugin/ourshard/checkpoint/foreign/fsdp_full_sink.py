@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ..sink import Sink, SinkOptions
+from ..sink import Sink
 from ..source import BUFFER, PARAM, Source, TensorKey
 from ..torch_archive import Archive
 from ..workspace import Workspace
@@ -17,12 +18,9 @@ class FsdpFullSink(Sink):
 
     format: ClassVar[str] = "fsdp-full"
     summary: ClassVar[str] = "pytorch_model_fsdp.bin and optimizer.bin, as FSDP of accelerate loads FULL_STATE_DICT"
-
-    def __init__(self, options: SinkOptions) -> None:
-        for name in ("max_shard_size", "world_size"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{name} has no meaning for {self.format}, which is one file for the model")
-        super().__init__(options)
+    refused_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("max_shard_size", "world_size"), "the model is one file"
+    )
 
     @classmethod
     def can_hold(cls, kind: str) -> bool:

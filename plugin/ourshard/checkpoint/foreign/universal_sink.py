@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..huggingface_sink import write_companions
-from ..sink import Sink, SinkOptions
+from ..sink import Sink
 from ..source import BUFFER, PARAM, Source, TensorInfo, TensorKey
 from ..torch_archive import Archive
 from ..workspace import Workspace
@@ -33,12 +33,9 @@ class UniversalSink(Sink):
 
     format: ClassVar[str] = "deepspeed-universal"
     summary: ClassVar[str] = "universal checkpoint that DeepSpeed loads at any ZeRO stage (checkpoint.load_universal)"
-
-    def __init__(self, options: SinkOptions) -> None:
-        for name in ("max_shard_size", "world_size"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{name} has no meaning for {self.format}, which has a folder for each parameter")
-        super().__init__(options)
+    refused_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("max_shard_size", "world_size"), "each parameter has a folder"
+    )
 
     @classmethod
     def can_hold(cls, kind: str) -> bool:
