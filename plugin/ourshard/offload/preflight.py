@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 
 from ourshard.offload.file import DiskFile
+from ourshard.runtime.amounts import nbytes_text
 from ourshard.runtime.disk import BLOCK, DiskNeed
 from ourshard.runtime.engine import Engine
 
 logger = logging.getLogger("ourshard")
 
-_GIB = 2**30
-_MIB = 2**20
 _TRIED = 16 * 2**20  # bytes that a rank writes and reads to find the speed
 _ADAMW = 2  # values that AdamW keeps beside each master
 _NOT_LOCAL = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.sshfs", "9p", "virtiofs", "beegfs"})
@@ -93,9 +92,9 @@ class _Room:
         if self.nbytes <= self.free:
             return None
         return (
-            f"offload.nvme_path: {self.folder} has {_text(self.free)} free, and masters and parameters of {self.ranks} "
-            f"ranks need {_text(self.nbytes)} there, with AdamW's state {_text(self.adamw)}. Make room, choose another "
-            "disk, or use cpu."
+            f"offload.nvme_path: {self.folder} has {nbytes_text(self.free)} free, and masters and parameters of "
+            f"{self.ranks} ranks need {nbytes_text(self.nbytes)} there, with AdamW's state {nbytes_text(self.adamw)}. "
+            "Make room, choose another disk, or use cpu."
         )
 
     def warn(self) -> None:
@@ -104,10 +103,10 @@ class _Room:
             logger.warning(
                 "offload.nvme_path: AdamW would need %s in %s for %d ranks, where %s are free; an optimizer that keeps "
                 "less may fit.",
-                _text(self.adamw),
+                nbytes_text(self.adamw),
                 self.folder,
                 self.ranks,
-                _text(self.free),
+                nbytes_text(self.free),
             )
         kind = filesystem_of(self.folder)
         if kind in _NOT_LOCAL or kind in _IN_MEMORY:
@@ -125,18 +124,14 @@ def _tell(room: _Room, mine: DiskNeed, speed: Speed) -> None:
         "AdamW reads %s and writes %s a rank, in about %.1f s",
         room.folder,
         filesystem_of(room.folder),
-        _text(room.free),
+        nbytes_text(room.free),
         speed.write / 1e9,
         speed.read / 1e9,
         room.ranks,
-        _text(read),
-        _text(written),
+        nbytes_text(read),
+        nbytes_text(written),
         written / speed.write + read / speed.read,
     )
-
-
-def _text(nbytes: int) -> str:
-    return f"{nbytes / _GIB:,.1f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:,.2f} MiB"
 
 
 def measure(folder: Path) -> Speed:

@@ -30,6 +30,7 @@ import weakref
 import torch
 
 from ourshard.config import OffloadConfig
+from ourshard.runtime.amounts import nbytes_text
 
 logger = logging.getLogger("ourshard")
 
@@ -91,12 +92,12 @@ class HostMemory:
         self._pin = False
         _forget_error(self._device)
         logger.warning(
-            "%s: the system refused to pin %.1f MiB of host memory (CUDA error %d, after %.1f MiB); going on with "
+            "%s: the system refused to pin %s of host memory (CUDA error %d, after %s); going on with "
             "pageable memory, which copies slower. Raise `ulimit -l`%s.",
             self._user,
-            buffer.nbytes / 2**20,
+            nbytes_text(buffer.nbytes),
             int(code),
-            self.pinned_nbytes / 2**20,
+            nbytes_text(self.pinned_nbytes),
             self._advice,
         )
 

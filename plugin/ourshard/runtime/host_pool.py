@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ourshard.runtime.amounts import nbytes_text
 from ourshard.runtime.host import HostMemory
 from ourshard.runtime.host_room import free_memory
 from ourshard.runtime.ledger import Kind, Ledger
@@ -41,8 +42,8 @@ class HostPool:
         room = free_memory()
         if nbytes > room:
             raise MemoryError(
-                f"offload.activations: cpu: the host has no room for another {nbytes / 2**20:,.1f} MiB of inputs "
-                f"({room / 2**20:,.1f} MiB are free, this rank's inputs have {self._memory.nbytes / 2**20:,.1f} MiB). "
+                f"offload.activations: cpu: the host has no room for another {nbytes_text(nbytes)} of inputs "
+                f"({nbytes_text(room)} are free, this rank's inputs have {nbytes_text(self._memory.nbytes)}). "
                 "Use a smaller batch, fewer ranks on this machine, or none."
             )
         self._count(nbytes)

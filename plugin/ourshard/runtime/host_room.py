@@ -12,13 +12,14 @@ import psutil
 import torch
 from torch import nn
 
+from ourshard.runtime.amounts import nbytes_text
+
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
 
 logger = logging.getLogger("ourshard")
 
 _CGROUP = Path("/sys/fs/cgroup")
-_GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +52,20 @@ def check_host(engine: Engine, model: nn.Module, need: HostNeed) -> None:
     room = min(each.free for each in beside) + sum(each.given_back for each in beside)
     least, likely = sum(each.need.nbytes for each in beside), sum(each.need.with_adamw for each in beside)
     numbers = (
-        f"{len(beside)} ranks of {machine} need {_text(least)} of its memory for masters, gradients and parameters, "
-        f"with AdamW's state {_text(likely)}; {_text(room)} are free"
+        f"{len(beside)} ranks of {machine} need {nbytes_text(least)} of its memory for masters, gradients and "
+        f"parameters, with AdamW's state {nbytes_text(likely)}; {nbytes_text(room)} are free"
     )
     error = f"offload: {numbers}. Use more machines, offload.optimizer: nvme, or a smaller offload.optimizer_ratio."
     control.check(error if least > room else None, "checking the host memory of offload")
     if engine.mesh.world.rank == 0:
         if likely > room:
             logger.warning("offload: %s. The kernel ends a process that takes more.", numbers)
-        logger.info("offload: %s, %s for each rank", numbers, _text(need.with_adamw))
+        logger.info("offload: %s, %s for each rank", numbers, nbytes_text(need.with_adamw))
 
 
 def _on_host(model: nn.Module) -> int:
     storages = (p.untyped_storage() for p in model.parameters() if p.device == torch.device("cpu"))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _text(nbytes: int) -> str:
-    return f"{nbytes / _GIB:,.1f} GiB" if nbytes >= _GIB else f"{nbytes / _MIB:,.2f} MiB"
 
 
 def free_memory() -> int:
