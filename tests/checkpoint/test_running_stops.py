@@ -155,6 +155,61 @@ def test_parameters_are_read_whole_one_by_one_under_the_names_of_the_model(ranks
         assert len(names) == len(wanted)
 
 
+def read_with_ignored(root: str) -> tuple[list[str], list[str], str]:
+    """Read parameters of which some are ignored; load them whole; load a buffer of another shape."""
+    import ourshard
+
+    def sharded() -> Any:
+        return ourshard.shard_model(Odd(), {"stage": 3, "persist_below": 100, "wrap": {"ignore": ["middle"]}})
+
+    model, again = sharded(), sharded()
+    whole = ourshard.full_state_dict(model)
+    with torch.no_grad():
+        again.middle[0].weight.zero_()
+    ourshard.load_full_state_dict(again, whole)
+    other = [name for name, value in ourshard.full_state_dict(again).items() if not torch.equal(value, whole[name])]
+    with pytest.raises(ValueError, match="nothing was loaded") as error:
+        ourshard.load_full_state_dict(again, {**whole, "seen": torch.ones(1)})
+    return [name for name, _ in ourshard.iter_full_parameters(model)], other, str(error.value)
+
+
+def test_parameters_that_are_ignored_are_read_and_loaded_whole_too(ranks: Any, tmp_path: Path) -> None:
+    """An inference engine has to get all of the model; they were refused as unexpected where a whole model loads."""
+    wanted = sorted(name for name, _ in Odd().named_parameters())
+    for names, other, told in ranks(2)(read_with_ignored, str(tmp_path)):
+        assert sorted(names) == wanted
+        assert not other
+        assert "of another shape: seen: (1,) given, () wanted" in told
+
+
+def save_while_writing(root: str) -> bool:
+    """Save, read and load where `gathered` is about to write; return whether what was written is there after it."""
+    import ourshard
+
+    model, optimizer = made({"stage": 3, "persist_below": 0})
+    before = ourshard.full_state_dict(model)
+    actions = (
+        lambda: ourshard.save(model, optimizer, root),
+        lambda: ourshard.full_state_dict(model),
+        lambda: list(ourshard.iter_full_parameters(model)),
+        lambda: ourshard.load_full_state_dict(model, before),
+        lambda: ourshard.load(model, optimizer, root),
+    )
+    with ourshard.gathered(model, writeback=True):
+        with torch.no_grad():
+            model.get_parameter("late.weight").add_(1)
+        for action in actions:
+            with pytest.raises(RuntimeError, match="until the block ends"):
+                action()
+    return torch.equal(ourshard.full_state_dict(model)["late.weight"], before["late.weight"] + 1)
+
+
+def test_what_gathered_is_about_to_write_is_not_left_out_of_a_save(ranks: Any, tmp_path: Path) -> None:
+    """Values of before were saved and read, without a word."""
+    assert ranks(2)(save_while_writing, str(tmp_path / "none")) == [True, True]
+    assert not list(tmp_path.iterdir())
+
+
 def counted(root: str, layers: int) -> tuple[int, int, float]:
     """Save and load; return the gathers of objects of each, and the bytes that a load read for one saved."""
     import ourshard

@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 from ourshard.config import WhenBusy
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.in_backward import check_whole_step
 from ourshard.runtime.optim import bring_up_to_date, has_owners
-from ourshard.runtime.state import extra_states, with_extra_state
+from ourshard.runtime.state import check_no_writes, check_readable, extra_states, with_extra_state
 from ourshard.runtime.wrap import canonical
 
 from . import commit, stepping
@@ -92,7 +91,7 @@ def write(
     `client_state` for its own and calls `then`.
     """
     engine = _engine(model)
-    check_whole_step(engine)
+    check_readable(engine)
     final = Path(folder).expanduser().absolute()
     temporary = commit.temporary_of(final)
     disk = find_disk(engine, final, replace=replace, io=io, several=several_disks)
@@ -299,6 +298,7 @@ def load(
     Raises CheckpointError on every rank, listing what is missing, unexpected, mismatched, or damaged.
     """
     engine = _engine(model)
+    check_no_writes(engine)
     BACKGROUND.wait()
     name = Path(folder).name
     folder = commit.standing(Path(folder).expanduser().absolute())

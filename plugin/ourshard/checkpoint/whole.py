@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.state import save_dtype
+from ourshard.runtime.state import check_readable, save_dtype
 
 from .agreeing import together
 from .io import DISK, DiskIO, inside
@@ -57,6 +57,7 @@ def write_by_rows(
     Values come from the masters, in the dtype that a parameter was loaded in, or `dtype`. Names may be aliases. If a
     rank fails, all raise, and files that had these names before are as they were.
     """
+    check_readable(engine)
     lead = engine.mesh.world.rank == 0
     runs = dict(_runs_of(engine, dtype))
     layouts = [_layout(file, runs) for file in files]

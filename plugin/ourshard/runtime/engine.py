@@ -93,6 +93,7 @@ class Engine:
         self.forward_has_grad = False  # the root's forward runs, with gradient
         self.coded_as_told: bool | None = None  # a rank with work said whether this gather is coded: joining.py
         self.gathered_depth = 0  # inside `gathered(...)`: everything is whole, hooks do nothing
+        self.open_writes = 0  # inside `gathered(writeback=True)`, of any module
         self.adoption = 0  # grows when an optimizer must look for parameters anew
         self.writes = 0  # whole values written from outside since the last forward: `writing.py`
         self.own_hooks: set[int] = set()  # numbers of the hooks that the engine put on modules and leaves

@@ -11,7 +11,7 @@ from torch import nn
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.placement import At
-from ourshard.runtime.state import extra_states, persistent, save_dtype
+from ourshard.runtime.state import check_readable, extra_states, persistent, save_dtype
 
 
 class _Home(NamedTuple):
@@ -60,6 +60,7 @@ def part_state(
     for engine in sorted(
         {lane.unit.engine for lane in wanted if not _lane_is_here(lane, dtype)}, key=lambda e: e.order
     ):
+        check_readable(engine)
         engine.control.agree(label)
     whole: dict[_Home, torch.Tensor] = {}
     for lane in sorted(wanted, key=lambda lane: (lane.unit.engine.order, lane.unit.index, lane.unit.lanes.index(lane))):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.in_backward import check_whole_step
 from ourshard.runtime.kept import count_references, leave_views, note_taken
 from ourshard.runtime.lane import Lane
@@ -37,6 +36,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
     everything = len(units) == len(engine.units)
     before = _direct_gradients(engine) if everything else []
     engine.gathered_depth += everything
+    engine.open_writes += writeback
     try:
         if engine.read_disk is not None:
             engine.read_disk.agree("gathered")
@@ -49,6 +49,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
                         _write_back(lane, modifier_rank)
     finally:
         engine.gathered_depth -= everything
+        engine.open_writes -= writeback
         for unit in units:
             unit.pinned -= 1
             if unit in resting:
@@ -63,6 +64,21 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
         made = _direct_gradients(engine) != before or _has_leaf_gradients(engine)
         if engine.control.any_of([made], "the end of gathered")[0]:
             engine.take_gathered_gradients()
+
+
+def check_readable(engine: Engine) -> None:
+    """Raise RuntimeError where masters are not to be read or saved: of two steps, or about to be written."""
+    check_whole_step(engine)
+    check_no_writes(engine)
+
+
+def check_no_writes(engine: Engine) -> None:
+    """Raise RuntimeError where `gathered` is about to write the masters."""
+    if engine.open_writes:
+        raise RuntimeError(
+            "Inside of gathered(writeback=True) what was changed is in the modules only, until the block ends: save, "
+            "load, and read whole parameters after it (`model.state_dict()` works inside)."
+        )
 
 
 def _direct_gradients(engine: Engine) -> list[tuple[int, int]]:
@@ -123,9 +139,6 @@ def full_state_dict(
             order[name] = found[name]
         elif not isinstance(value, nn.Parameter) and not trainable_only:
             order[name] = value.detach().cpu().clone()
-        elif isinstance(value, nn.Parameter) and not isinstance(value, ShardParameter) and not trainable_only:
-            # A parameter that ourshard was told to ignore.
-            order[name] = value.detach().to("cpu", save_dtype(value.dtype, dtype), copy=True)
     if not trainable_only:
         order.update(extra_states(model))
     return order
@@ -162,9 +175,10 @@ def iter_full(
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """Yield (all names of a parameter, its whole value on the CPU), one lane in memory at a time. Collective.
 
-    Lanes that are asked for nowhere are not gathered. Where `wanted` is false, the rank takes part and yields nothing.
+    Those that ourshard was told to ignore come last, unless `trainable_only`. Lanes that are asked for nowhere are not
+    gathered. Where `wanted` is false, the rank takes part and yields nothing.
     """
-    check_whole_step(engine)
+    check_readable(engine)
     engine.control.agree("reading all parameters (state_dict, save)")
     for lane in engine.lanes():
         if trainable_only and not lane.trainable:
@@ -179,6 +193,20 @@ def iter_full(
             source = lane.resting[position] if lane.placement.whole else lane.whole_view(whole, position)
             value = source.detach().to("cpu", dtype=save_dtype(parameter.dtype, dtype), copy=True)
             yield (parameter.name, *parameter.aliases), value
+    for names, kept in ignored(engine) if wanted and not trainable_only else ():
+        yield names, kept.detach().to("cpu", save_dtype(kept.dtype, dtype), copy=True)
+
+
+def ignored(engine: Engine) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    """Return the parameters that ourshard was told to ignore, with all names of each."""
+    model = engine.model()
+    assert model is not None
+    known = {name for lane in engine.lanes() for p in lane.parameters for name in (p.name, *p.aliases)}
+    found: dict[int, tuple[list[str], nn.Parameter]] = {}
+    for name, value in persistent(model):
+        if isinstance(value, nn.Parameter) and name not in known:
+            found.setdefault(id(value), ([], value))[0].append(name)
+    return [(tuple(names), value) for names, value in found.values()]
 
 
 def save_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -193,6 +221,7 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool 
     Checks names and shapes before it changes anything. Raises `ValueError` listing what is missing, unexpected
     or of another shape; with `strict=False` only shapes are checked.
     """
+    check_no_writes(engine)
     model = engine.model()
     assert model is not None
     state = {canonical(name): value for name, value in state.items()}
@@ -202,15 +231,15 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool 
         for i, p in enumerate(lane.parameters)
         for name in (p.name, *p.aliases)
     }
-    buffers = {n: v for n, v in persistent(model) if not isinstance(v, nn.Parameter)}
+    others = {n: v for n, v in persistent(model) if n not in names}  # buffers, and parameters that are ignored
     extra = with_extra_state(model)
-    _check_state(engine, names, {*buffers, *extra}, state, strict)
+    _check_state(names, others, extra, state, strict)
     for name, value in state.items():
         if name in names:
             lane, position = names[name]
             write_whole(lane, position, value)
-        elif name in buffers:
-            buffers[name].copy_(value)
+        elif name in others:
+            others[name].copy_(value)
         elif name in extra:
             extra[name].set_extra_state(value)
     if engine.in_backward is not None:
@@ -219,21 +248,25 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool 
 
 
 def _check_state(
-    engine: Engine,
-    names: dict[str, tuple[Lane, int]],
-    others: Collection[str],
+    names: Mapping[str, tuple[Lane, int]],
+    others: Mapping[str, torch.Tensor],
+    extra: Collection[str],
     state: Mapping[str, Any],
     strict: bool,
 ) -> None:
+    shapes = {name: tuple(lane.parameters[i].shape) for name, (lane, i) in names.items()}
+    shapes |= {name: tuple(value.shape) for name, value in others.items()}
     wrong = [
-        f"{name}: {tuple(state[name].shape)} given, {lane.parameters[i].shape} wanted"
-        for name, (lane, i) in names.items()
-        if name in state and tuple(state[name].shape) != lane.parameters[i].shape
+        f"{name}: {tuple(state[name].shape)} given, {shape} wanted"
+        for name, shape in shapes.items()
+        if name in state and tuple(state[name].shape) != shape
     ]
-    owners = {id_: [n for n in names if names[n] == id_] for id_ in set(names.values())}
-    missing = [group[0] for group in owners.values() if not any(name in state for name in group)]
-    missing += [name for name in others if name not in state]
-    unexpected = [name for name in state if name not in names and name not in others]
+    tied: dict[object, list[str]] = {}  # one of these names is enough
+    for name in (*names, *others):
+        tied.setdefault(names[name] if name in names else id(others[name]), []).append(name)
+    missing = [group[0] for group in tied.values() if not any(name in state for name in group)]
+    missing += [name for name in extra if name not in state]
+    unexpected = [name for name in state if name not in shapes and name not in extra]
     if wrong or (strict and (missing or unexpected)):
         parts = [("of another shape", wrong), ("missing", missing), ("unexpected", unexpected)]
         text = "; ".join(
