@@ -17,7 +17,7 @@ from ourshard.runtime import attach
 from ourshard.runtime.api import clip_grad_norm_, engine_of, full_state_dict, shard_model
 from ourshard.runtime.buffer import Slot
 from ourshard.runtime.control import Control
-from ourshard.runtime.graph_policy import WARMUP, Inputs
+from ourshard.runtime.graph_policy import WARMUP, Call
 from ourshard.runtime.graphs import Captured, GraphedForward
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -67,7 +67,7 @@ def _finish_apart(control: Control, work: dist.Work) -> None:
 class Taped(Captured):
     """A captured step whose graphs are tapes."""
 
-    def __init__(self, engine: Any, inputs: Inputs) -> None:
+    def __init__(self, engine: Any, inputs: Call) -> None:
         self._engine = engine
         self._forward, self._backward = Tape(), Tape()  # type: ignore[assignment]
         self._leaves = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves]
@@ -95,7 +95,7 @@ class TapedForward(GraphedForward):
             super().__init__(self._made_for, model[0])
         super().attach()
 
-    def _recorded(self, inputs: Inputs) -> Captured:
+    def _recorded(self, inputs: Call) -> Captured:
         captured = Taped(self._engine, inputs)
         captured.record(self._eager, sorted(self._graded[inputs.key]))
         if self._engine.mesh.world.rank in self.failing:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ourshard.config import ShardConfig
 from ourshard.runtime.api import engine_of, shard_model
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.graph_policy import MOST, WARMUP, Inputs, Policy, Way, number_of, take_apart
+from ourshard.runtime.graph_policy import MOST, WARMUP, Call, Policy, Way, number_of, take_apart
 from ourshard.runtime.graphs import GraphedForward
 from ourshard.runtime.mesh import Axis, Mesh
 from torch import nn
@@ -198,7 +198,7 @@ def test_inputs_that_a_graph_cant_have_are_named(kwargs: dict[str, Any], why: st
 
 def key(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     inputs = take_apart(args, kwargs, CPU)
-    assert isinstance(inputs, Inputs)
+    assert isinstance(inputs, Call)
     return inputs.key
 
 

@@ -18,7 +18,7 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.layout import LaneTensor, RowRange
 from ourshard.runtime.mesh import Axis
-from ourshard.runtime.optim import Run
+from ourshard.runtime.run import Run
 from ourshard.runtime.state import persistent
 
 from .disks import Disk

@@ -10,7 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.optim import Run, put_away
+from ourshard.runtime.optim import put_away
+from ourshard.runtime.run import Run
 from ourshard.runtime.states import problem_of_parts
 
 from .portions import Portion

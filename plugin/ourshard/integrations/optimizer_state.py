@@ -18,7 +18,8 @@ from ourshard.checkpoint.coding import begin_anew
 from ourshard.checkpoint.stepping import other_kinds
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.optim import Run, put_away
+from ourshard.runtime.optim import put_away
+from ourshard.runtime.run import Run
 from ourshard.runtime.states import problem_of_parts
 
 State = dict[str, Any]

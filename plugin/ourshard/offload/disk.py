@@ -24,8 +24,8 @@ from ourshard.runtime.disk import DiskNeed, padded
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Kind
-from ourshard.runtime.optim import Run
-from ourshard.runtime.states import Stream, states_of
+from ourshard.runtime.run import Run
+from ourshard.runtime.states import Column, states_of
 
 logger = logging.getLogger("ourshard")
 
@@ -35,26 +35,26 @@ _SLACK = 64 * 2**20  # padding of lanes, beside a part of their size
 
 
 class LaneFile:
-    """Where the streams of one lane are in the file."""
+    """Where the columns of one lane are in the file."""
 
     def __init__(self, disk: ShardDisk, lane: Lane) -> None:
         self.disk = disk
         self.lane = lane
-        self.master = Stream("", lane.store_dtype)
-        self._tensors: dict[Stream, torch.Tensor] = {self.master: lane.master}
-        self.starts: dict[Stream, int] = {self.master: disk.start_of(lane.master)}
+        self.master = Column("", lane.store_dtype)
+        self._tensors: dict[Column, torch.Tensor] = {self.master: lane.master}
+        self.starts: dict[Column, int] = {self.master: disk.start_of(lane.master)}
 
-    def rows(self, stream: Stream, run: Run) -> torch.Tensor:
-        """Return a run's elements of a stream, over the file; the lane's part of the file is taken if it has none."""
-        if stream not in self._tensors:
-            tensor = self.disk.take(self.lane.layout.shard_numel, stream.dtype)
-            self._tensors[stream] = tensor
-            self.starts[stream] = self.disk.start_of(tensor)
-        return self._tensors[stream][run.start : run.stop]
+    def rows(self, column: Column, run: Run) -> torch.Tensor:
+        """Return a run's elements of a column, over the file; the lane's part of the file is taken if it has none."""
+        if column not in self._tensors:
+            tensor = self.disk.take(self.lane.layout.shard_numel, column.dtype)
+            self._tensors[column] = tensor
+            self.starts[column] = self.disk.start_of(tensor)
+        return self._tensors[column][run.start : run.stop]
 
-    def has(self, stream: Stream, run: Run, value: torch.Tensor) -> bool:
+    def has(self, column: Column, run: Run, value: torch.Tensor) -> bool:
         """Say whether a state tensor is the part of the file that belongs to it."""
-        return stream in self._tensors and value.data_ptr() == self.rows(stream, run).data_ptr()
+        return column in self._tensors and value.data_ptr() == self.rows(column, run).data_ptr()
 
 
 class ShardDisk:
@@ -89,9 +89,9 @@ class ShardDisk:
     def start_of(self, tensor: torch.Tensor) -> int:
         return self._starts[tensor.data_ptr()]
 
-    def take_buffer(self, stream: Stream) -> torch.Tensor:
-        """Return host memory, bytes, for a stream of any lane that is stepped; one unfrozen later leaves the disk."""
-        return self.take_bytes(padded(self._longest * stream.dtype.itemsize))
+    def take_buffer(self, column: Column) -> torch.Tensor:
+        """Return host memory, bytes, for a column of any lane that is stepped; one unfrozen later leaves the disk."""
+        return self.take_bytes(padded(self._longest * column.dtype.itemsize))
 
     def take_bytes(self, nbytes: int) -> torch.Tensor:
         """Return host memory that bytes pass through on their way to the device."""
@@ -226,9 +226,9 @@ class ShardDisk:
         for run in lane.runs:
             if run.optimizer() is not optimizer or run.stop == run.start:
                 continue
-            for stream, value in states_of(optimizer, run):
-                if not file.has(stream, run, value):
-                    optimizer.state[run.parameter][stream.name] = file.rows(stream, run).copy_(value)
+            for column, value in states_of(optimizer, run):
+                if not file.has(column, run, value):
+                    optimizer.state[run.parameter][column.name] = file.rows(column, run).copy_(value)
 
     def _file_of(self, lane: Lane) -> LaneFile:
         if lane not in self._lanes:

@@ -2,8 +2,8 @@
 
 Note [Windows]
 --------------
-A step needs, of one lane at a time, the master and what the optimizer keeps one value an element of: its streams. Each
-window has a buffer for each stream, as long as the longest lane. There are three windows, or what `offload.windows`
+A step needs, of one lane at a time, the master and what the optimizer keeps one value an element of: its columns. Each
+window has a buffer for each column, as long as the longest lane. There are three windows, or what `offload.windows`
 says: while the CPU steps the lane in one, the next lane is read into the second, and the lane before is written from
 the third (and its master goes up to the device). For the time in which a lane is in a window the optimizer's tensors
 are views of it; at rest they are views of the file.
@@ -24,18 +24,18 @@ from torch.optim import Optimizer
 
 from ourshard.runtime.disk import padded
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.states import Stream, states_of
+from ourshard.runtime.states import Column, states_of
 
 if TYPE_CHECKING:
     from ourshard.offload.disk import LaneFile
-    from ourshard.runtime.optim import Run
+    from ourshard.runtime.run import Run
 
 
 @dataclass(slots=True)
 class Window:
-    """Buffers by stream, what is on its way into or out of them, and the event after which the master is above."""
+    """Buffers by column, what is on its way into or out of them, and the event after which the master is above."""
 
-    buffers: dict[Stream, torch.Tensor] = field(default_factory=dict)  # bytes
+    buffers: dict[Column, torch.Tensor] = field(default_factory=dict)  # bytes
     moving: list[Future[None]] = field(default_factory=list)
     sent: Any = None
 
@@ -66,8 +66,8 @@ class Transit:
     def begin(self, window: Window) -> None:
         """Begin to read all that the file has of the lane."""
         self._window = window
-        for stream, start in self._file.starts.items():
-            window.moving += self._file.disk.file.read(start, self._bytes(stream))
+        for column, start in self._file.starts.items():
+            window.moving += self._file.disk.file.read(start, self._bytes(column))
 
     def enter(self) -> torch.Tensor:
         """Wait for it, and let the optimizer's tensors be in the window. Returns the master."""
@@ -76,11 +76,11 @@ class Transit:
         master = self._flat(self._file.master)
         for run in self._runs:
             run.parameter.data = master[run.start : run.stop]
-            for stream, value in self._states(run):
-                place = self._flat(stream)[run.start : run.stop]
-                if not self._file.has(stream, run, value):
+            for column, value in self._states(run):
+                place = self._flat(column)[run.start : run.stop]
+                if not self._file.has(column, run, value):
                     place.copy_(value)
-                self._optimizer.state[run.parameter][stream.name] = place
+                self._optimizer.state[run.parameter][column.name] = place
         return master
 
     def leave(self) -> None:
@@ -88,25 +88,25 @@ class Transit:
         assert self._window is not None
         for run in self._runs:
             run.parameter.data = self.lane.master[run.start : run.stop]
-            for stream, value in self._states(run):
-                place = self._flat(stream)[run.start : run.stop]
+            for column, value in self._states(run):
+                place = self._flat(column)[run.start : run.stop]
                 if value.data_ptr() != place.data_ptr():  # made in this step
                     place.copy_(value)
-                self._optimizer.state[run.parameter][stream.name] = self._file.rows(stream, run)
-        for stream, start in self._file.starts.items():
-            self._window.moving += self._file.disk.file.write(start, self._bytes(stream))
+                self._optimizer.state[run.parameter][column.name] = self._file.rows(column, run)
+        for column, start in self._file.starts.items():
+            self._window.moving += self._file.disk.file.write(start, self._bytes(column))
 
-    def _states(self, run: Run) -> Iterator[tuple[Stream, torch.Tensor]]:
+    def _states(self, run: Run) -> Iterator[tuple[Column, torch.Tensor]]:
         yield from states_of(self._optimizer, run)
 
-    def _bytes(self, stream: Stream) -> torch.Tensor:
-        """Return the buffer of a stream, in whole blocks of this lane's length."""
+    def _bytes(self, column: Column) -> torch.Tensor:
+        """Return the buffer of a column, in whole blocks of this lane's length."""
         assert self._window is not None
-        nbytes = self.lane.layout.shard_numel * stream.dtype.itemsize
-        if stream not in self._window.buffers:
-            self._window.buffers[stream] = self._file.disk.take_buffer(stream)
-        return self._window.buffers[stream][: padded(nbytes)]
+        nbytes = self.lane.layout.shard_numel * column.dtype.itemsize
+        if column not in self._window.buffers:
+            self._window.buffers[column] = self._file.disk.take_buffer(column)
+        return self._window.buffers[column][: padded(nbytes)]
 
-    def _flat(self, stream: Stream) -> torch.Tensor:
+    def _flat(self, column: Column) -> torch.Tensor:
         numel = self.lane.layout.shard_numel
-        return self._bytes(stream)[: numel * stream.dtype.itemsize].view(stream.dtype)
+        return self._bytes(column)[: numel * column.dtype.itemsize].view(column.dtype)

@@ -245,6 +245,16 @@ class Control:
             self._compare(said)
         return said
 
+    def first_of(self, words: str) -> tuple[int, str]:
+        """Return the lowest rank that has words, and its words; raise `DesyncError` if another has others.
+
+        Collective over all ranks. Some may have none, "", and one has.
+        """
+        said = {rank: text for rank, text in enumerate(self._exchange(words)) if text}
+        if len(set(said.values())) > 1:
+            raise DesyncError(self._disagreement(said))
+        return min(said.items())
+
     def declare(self, label: str) -> None:
         """Tell the other ranks what this one begins, without waiting for them; `confirm` compares."""
         assert self._declared is None, self._declared

@@ -52,7 +52,7 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class Call:
     """What a forward was called with, taken apart: `key` is what must be the same for a replay."""
 
     key: tuple[Any, ...]
@@ -64,7 +64,7 @@ class Inputs:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
 
-def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Inputs | str:
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call | str:
     """Return the inputs of a forward, or why they can't be those of a graph on `device`."""
     leaves, spec = tree_flatten((args, kwargs))
     key: list[Any] = [repr(spec), torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)]
@@ -79,7 +79,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devi
             key.append((type(leaf), leaf))
         else:
             return f"an input is a {type(leaf).__name__}, neither a tensor nor a plain value"
-    return Inputs(tuple(key), leaves, spec)
+    return Call(tuple(key), leaves, spec)
 
 
 class Policy(Generic[Captured]):

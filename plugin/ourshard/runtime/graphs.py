@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from ourshard.runtime.graph_policy import Inputs, Policy, Way, number_of, take_apart
+from ourshard.runtime.graph_policy import Call, Policy, Way, number_of, take_apart
 from ourshard.runtime.graph_state import (
     AfterBackward,
     AfterForward,
@@ -81,7 +81,7 @@ class _Replayed(torch.autograd.Function):
 class Captured:
     """The two graphs of one key, and the tensors that go in and come out."""
 
-    def __init__(self, engine: Engine, stream: torch.cuda.Stream, inputs: Inputs) -> None:
+    def __init__(self, engine: Engine, stream: torch.cuda.Stream, inputs: Call) -> None:
         self._engine = engine
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
@@ -146,7 +146,7 @@ class Captured:
 
     # ---- replays -------------------------------------------------------------------------------------------
 
-    def fill(self, inputs: Inputs) -> None:
+    def fill(self, inputs: Call) -> None:
         """Copy the tensors of a call to where the graph reads them."""
         mine = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         for static, tensor in zip(mine, inputs.tensors, strict=True):
@@ -284,7 +284,7 @@ class GraphedForward:
             captured.let_go()
         self._policy = Policy()
 
-    def way(self, inputs: Inputs | str) -> tuple[Way, str]:
+    def way(self, inputs: Call | str) -> tuple[Way, str]:
         """Return what this rank would do, and, where that is not as usual, why."""
         engine = self._engine
         if self._policy.follow(rests_on(engine, self._modules)):
@@ -329,7 +329,7 @@ class GraphedForward:
         changed = self._engine.end_forward(outputs)
         return outputs if changed is None else changed
 
-    def _counted(self, inputs: Inputs | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _counted(self, inputs: Call | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run eagerly, on the stream that captures, and look which outputs get gradients."""
         self._engine.replays = False
         if self._stream is None:
@@ -356,7 +356,7 @@ class GraphedForward:
 
     # ---- graphs --------------------------------------------------------------------------------------------
 
-    def _capture(self, inputs: Inputs) -> bool:
+    def _capture(self, inputs: Call) -> bool:
         """Capture a key on all ranks, or on none; say why not. Collective."""
         engine, why, captured = self._engine, "", None
         bring_in_anew(engine)
@@ -375,13 +375,13 @@ class GraphedForward:
         self._policy.keep(inputs.key, captured)
         return True
 
-    def _recorded(self, inputs: Inputs) -> Captured:
+    def _recorded(self, inputs: Call) -> Captured:
         assert self._stream is not None
         captured = Captured(self._engine, self._stream, inputs)
         captured.record(self._eager, sorted(self._graded[inputs.key]))
         return captured
 
-    def _replay(self, captured: Captured, inputs: Inputs) -> Any:
+    def _replay(self, captured: Captured, inputs: Call) -> Any:
         bring_in_anew(self._engine)
         self._engine.replays = True
         self._engine.replayed += 1

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ourshard.runtime.coded import codes_now
-from ourshard.runtime.control import DesyncError
 from ourshard.runtime.schedule import Action, Event
 from ourshard.runtime.settling import settle
 
@@ -95,13 +94,7 @@ class Seat(Joinable):
         counted = Join.notify_join_context(self)
         if counted is not None:
             counted.wait()
-        return self._heard(words)
-
-    def _heard(self, words: str) -> tuple[int, str]:
-        said = {rank: text for rank, text in enumerate(self._control._exchange(words)) if text}
-        if len(set(said.values())) > 1:
-            raise DesyncError(self._control._disagreement(said))
-        return min(said.items())
+        return self._control.first_of(words)
 
     def _share(self, speaker: int, payload: Any) -> Any:
         values = [payload]
@@ -120,7 +113,7 @@ class Seat(Joinable):
 
     def answer(self) -> None:
         """Hear what the ranks with work do next, and do it."""
-        speaker, text = self._heard("")
+        speaker, text = self._control.first_of("")
         verb, _, rest = text.partition(" ")
         if verb == _CALL:
             payload = self._share(speaker, None)

@@ -41,7 +41,7 @@ from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At
 from ourshard.runtime.secondary import SecondaryShard
-from ourshard.runtime.states import Stream
+from ourshard.runtime.states import Column
 from ourshard.runtime.strays import StrayGradients
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class LaneStore:
         self.aliased = same and not self.offloaded
         self.shard: torch.Tensor | None = None
         self.passes_disk = False  # gathers start from what rests on a disk
-        self._state_memory: dict[Stream, torch.Tensor] = {}  # of masters on the host
+        self._state_memory: dict[Column, torch.Tensor] = {}  # of masters on the host
         if self.on_disk:
             self.master = self._take_disk(self.layout.shard_numel, self.store_dtype, stepped=self.trainable)
             if not self.trainable:
@@ -176,14 +176,14 @@ class LaneStore:
         self.hold(Kind.HOST, buffer)
         return buffer
 
-    def state_memory(self, stream: Stream) -> torch.Tensor:
+    def state_memory(self, column: Column) -> torch.Tensor:
         """Return host memory, one value an element of the master, for a state of the optimizer; taken once."""
-        if stream not in self._state_memory:
+        if column not in self._state_memory:
             host = self.unit.engine.host
             assert host is not None
-            self._state_memory[stream] = host.take(self.layout.shard_numel, stream.dtype, travels=False)
-            self.hold(Kind.STATES, self._state_memory[stream])
-        return self._state_memory[stream]
+            self._state_memory[column] = host.take(self.layout.shard_numel, column.dtype, travels=False)
+            self.hold(Kind.STATES, self._state_memory[column])
+        return self._state_memory[column]
 
     def _take_disk(self, numel: int, dtype: torch.dtype, *, stepped: bool = False) -> torch.Tensor:
         disk = self.unit.engine.disk

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ourshard.config import Transport
 from ourshard.runtime.control import Control
 from ourshard.runtime.ledger import Kind, Ledger
 from ourshard.runtime.mesh import Axis, Mesh, speaks_nccl
@@ -193,11 +194,11 @@ def mean_into(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, size: 
 
 
 def make_peer_copies(
-    control: Control, mesh: Mesh, units: list[Unit], ledger: Ledger | None, wanted: str
+    control: Control, mesh: Mesh, units: list[Unit], ledger: Ledger | None, wanted: Transport
 ) -> PeerCopies | str:
     """Return peer copies sized for all units but the root, or why there are none. Collective.
 
-    Needs CUDA, one host, and GPUs that reach each other's memory. With `wanted` "peer" a machine that can't
+    Needs CUDA, one host, and GPUs that reach each other's memory. With `Transport.PEER` a machine that can't
     raises `ValueError`.
     """
     axis, device = mesh.shard, mesh.device
@@ -205,7 +206,7 @@ def make_peer_copies(
         return "one rank has a whole copy"
     if device.type != "cuda":
         return "there is no GPU"
-    if wanted == "nccl":
+    if wanted is Transport.NCCL:
         return "as communication.transport says"
     staging, arena = _sizes(units)
     peer, why = None, _why_not(axis, device, arena)
@@ -221,7 +222,7 @@ def make_peer_copies(
         failed = control.gather_objects(problems, "making buffers that peers can map")
         problems = [text for texts in failed for text in texts]  # type: ignore[attr-defined]
     if problems:
-        if wanted == "peer":
+        if wanted is Transport.PEER:
             raise ValueError(f"communication.transport: peer copies can't work here: {problems[0]}.")
         return problems[0]
     assert peer is not None

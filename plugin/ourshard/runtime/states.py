@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class Column:
     """One value an element of a lane: the master (named ""), or a state of the optimizer."""
 
     name: str
     dtype: torch.dtype
 
 
-def states_of(optimizer: Optimizer, run: Run) -> Iterator[tuple[Stream, torch.Tensor]]:
+def states_of(optimizer: Optimizer, run: Run) -> Iterator[tuple[Column, torch.Tensor]]:
     """Yield the states of a run that have one value an element."""
     for name, value in list(optimizer.state.get(run.parameter, {}).items()):
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == run.parameter.shape:
-            yield Stream(name, value.dtype), value
+            yield Column(name, value.dtype), value
 
 
 def problem_of_parts(optimizer: Optimizer, key: Any, value: Any, name: str) -> str | None:
@@ -62,7 +62,7 @@ def keep_on_host(optimizer: Optimizer, lane: Lane) -> None:
     for run in lane.runs:
         if run.optimizer() is not optimizer or run.stop == run.start:
             continue
-        for stream, value in states_of(optimizer, run):
-            place = lane.state_memory(stream)[run.start : run.stop]
+        for column, value in states_of(optimizer, run):
+            place = lane.state_memory(column)[run.start : run.stop]
             if value.data_ptr() != place.data_ptr():
-                optimizer.state[run.parameter][stream.name] = place.copy_(value)
+                optimizer.state[run.parameter][column.name] = place.copy_(value)
