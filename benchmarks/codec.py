@@ -2,7 +2,7 @@
 
 python benchmarks/codec.py [--device cuda] [--mib 512] [--block ELEMENTS] [--sweep]
 
-Bandwidth counts every byte read and written once, as the copy does. "of copy" is what issue 8 asks to be 80% or more.
+Bandwidth counts every byte read and written once, as the copy does. "of copy" is to be 80% or more.
 Blocks are as training has them where the config does not say, or of `--block` elements. With `--sweep` sums and
 stochastic rounding are timed for several shapes of their tiles instead.
 """

@@ -16,9 +16,10 @@ from ourshard.checkpoint.agreeing import together
 from ourshard.checkpoint.background import BACKGROUND
 from ourshard.checkpoint.source import CheckpointError
 from ourshard.integrations import models
+from ourshard.integrations.beside_files import FILES
 from ourshard.integrations.late_flag import LateFlag
 from ourshard.integrations.saving import sharded_folder
-from ourshard.integrations.trainer_checkpoint import FILES, SCHEDULER, STATE, hashes_of
+from ourshard.integrations.trainer_checkpoint import SCHEDULER, STATE, hashes_of
 from ourshard.integrations.trainer_events import ShardTrainerCallback
 from ourshard.integrations.trainer_recovery import newest
 from ourshard.runtime.api import engine_of
