@@ -32,7 +32,7 @@ def test_the_fixtures_are_read_as_they_were(name: str) -> None:
 
 
 def test_from_pretrained_of_a_checkpoint_by_rows_says_what_makes_a_model_of_it(tmp_path: Path) -> None:
-    """A11: transformers alone says that a file is missing."""
+    """Transformers alone says that a file is missing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     save(tmp_path / "checkpoint-5" / "ourshard", make_state(), 1)

@@ -1,4 +1,4 @@
-"""Ranks that run out of batches go on answering; the result is that of one process where they give zeros (I06)."""
+"""Ranks that run out of batches go on answering; the result is that of one process where they give zeros."""
 
 from __future__ import annotations
 

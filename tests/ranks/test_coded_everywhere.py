@@ -1,4 +1,4 @@
-"""X03: codecs with everything else. Odd sizes and zero blocks, all ways to accumulate, several forwards, a join."""
+"""Codecs with everything else. Odd sizes and zero blocks, all ways to accumulate, several forwards, a join."""
 
 from __future__ import annotations
 

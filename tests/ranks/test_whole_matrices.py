@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices give the single-process answer on sharded masters (X08, I08)."""
+"""Optimizers that need whole matrices give the single-process answer on sharded masters."""
 
 from __future__ import annotations
 
