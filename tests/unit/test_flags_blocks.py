@@ -147,6 +147,18 @@ def test_training_arguments_are_read_for_fsdp(tmp_path: Any) -> None:
     assert from_training_arguments(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])) is None
 
 
+def test_fields_of_training_arguments_may_be_json(tmp_path: Any) -> None:
+    """As they come from a command line: ourshard reads them before transformers does."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    args.deepspeed = '{"zero_optimization": {"stage": 2}}'
+    assert from_training_arguments(args).config.stage == 2
+    args.deepspeed = "{zero}"
+    with pytest.raises(ValueError, match=r"TrainingArguments.deepspeed: not JSON: .*zero"):
+        from_training_arguments(args)
+    args.deepspeed, args.fsdp, args.fsdp_config = None, True, '{"reshard_after_forward": false}'
+    assert from_training_arguments(args).config.reshard_after_forward is False
+
+
 def test_training_arguments_fill_deepspeeds_auto(tmp_path: Any) -> None:
     args = TrainingArguments(
         str(tmp_path), learning_rate=3e-4, gradient_accumulation_steps=4, warmup_steps=5, use_cpu=True, report_to=[]

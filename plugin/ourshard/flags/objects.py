@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ourshard.flags.deepspeed import from_deepspeed
-from ourshard.flags.files import load
+from ourshard.flags.files import from_json, load
 from ourshard.flags.fsdp import from_fsdp
 from ourshard.flags.result import FlagResult
 
@@ -126,11 +126,23 @@ def from_training_arguments(args: Any, total_steps: int | None = None) -> FlagRe
         raise ValueError("TrainingArguments: fsdp and deepspeed are both set; ourshard reads one of them.")
     if deepspeed:
         auto = auto_from_training_arguments(args, total_steps)
-        return from_deepspeed(deepspeed, auto, "TrainingArguments.deepspeed")
+        return from_deepspeed(_values(deepspeed, "deepspeed"), auto, "TrainingArguments.deepspeed")
     if not fsdp:
         return None
-    raw = getattr(args, "fsdp_config", None) or {}
-    values = load(raw) if isinstance(raw, str) else dict(raw)
+    values = _values(getattr(args, "fsdp_config", None) or {}, "fsdp_config")
     if not any(key.removeprefix("fsdp_") == "version" for key in values):
         values["version"] = 2  # the Trainer's default
     return from_fsdp({"fsdp": fsdp, **values}, "TrainingArguments.fsdp_config")
+
+
+def _values(given: Mapping[str, Any] | str, field: str) -> dict[str, Any]:
+    """Read a field of TrainingArguments as transformers does: a mapping, JSON, or the path of a JSON file."""
+    if not isinstance(given, str):
+        return dict(given)
+    if not given.startswith("{"):
+        return load(given)
+    try:
+        values: dict[str, Any] = from_json(given)
+    except ValueError as error:
+        raise ValueError(f"TrainingArguments.{field}: not JSON: {error}: {given[:100]!r}") from None
+    return values
