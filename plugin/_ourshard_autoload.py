@@ -26,6 +26,7 @@ from typing import Any
 HOOKS = {
     "accelerate.utils.launch": "register.launch_environment",
     "accelerate.commands.config.config_args": "register.config_classes",
+    "accelerate.commands.launch": "register.launch_command",
     "accelerate.state": "register.process_state",
     "accelerate.accelerator": "register.accelerator_class",
     "transformers.training_args": "register_transformers.training_arguments",

@@ -274,6 +274,38 @@ def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):
     assert json.loads(env["OURSHARD_CONFIG"]) == {"stage": 3, "reshard_after_forward": False}
 
 
+def test_deepspeeds_flags_and_the_file_they_name_count_where_ourshard_takes_over(monkeypatch, tmp_path):
+    from accelerate.commands import launch as command
+
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    monkeypatch.delenv("OURSHARD_CONFIG", raising=False)
+    monkeypatch.setattr(command, "default_config_file", str(tmp_path / "none.yaml"))
+    started: list[dict] = []
+    monkeypatch.setattr(command, "multi_gpu_launcher", lambda args: started.append(command.prepare_multi_gpu_env(args)))
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}))
+
+    def told(*flags: str) -> dict:
+        words = ["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", *flags, "train.py"]
+        command.launch_command(command.launch_command_parser().parse_args(words))
+        return started[-1]
+
+    env = told("--deepspeed_config_file", str(path), "--gradient_clipping", "0.5")
+    assert json.loads(env["OURSHARD_CONFIG"]) == {"stage": 3}
+    assert (env["ACCELERATE_MIXED_PRECISION"], env[GRADIENT_CLIPPING]) == ("bf16", "0.5")
+    assert json.loads(told("--offload_optimizer_device", "cpu")["OURSHARD_CONFIG"]) == {
+        "stage": 2,  # accelerate's default
+        "offload": {"optimizer": "cpu"},
+    }
+    for flags, message in (
+        (("--deepspeed_config_file", str(path), "--mixed_precision", "fp16"), "--mixed_precision gives 'fp16', but"),
+        (("--deepspeed_config_file", str(path), "--zero_stage", "2"), "zero_stage=2 gives 2, but .*ds.json.* gives 3"),
+        (("--fsdp_version", "2"), "--fsdp_version is FSDP's and would do nothing here"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            told(*flags)
+
+
 def test_flags_that_accelerate_keeps_for_deepspeed_count_or_are_refused(monkeypatch):
     from transformers import TrainingArguments
 

@@ -41,6 +41,7 @@ def test_every_seam_of_the_installed_version_is_where_it_should_be():
     assert seams.of_state(accelerate.state) == []
     assert seams.of_config(config_args) == []
     assert seams.of_launch(sys.modules["accelerate.utils.launch"]) == []
+    assert seams.of_command(import_module("accelerate.commands.launch")) == []
     assert transformers_seams.of_trainer(transformers.trainer) == []
     assert transformers_seams.of_arguments(transformers.training_args) == []
     assert transformers_seams.of_model(transformers.modeling_utils) == []

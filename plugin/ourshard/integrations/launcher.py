@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ourshard.flags.result import RUN, FlagResult, build, merge
+from ourshard.flags.result import RUN, FlagResult, build, disagreement, merge
 from ourshard.flags.sources import for_environment, from_environment
 from ourshard.flags.translate import elsewhere
 from ourshard.integrations.cluster_config import Section
@@ -38,6 +38,8 @@ _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # see `_let_ranks_restart` in
 def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Namespace) -> Environment:
     """Return the environment of workers that torchrun will start."""
     wanted = _wanted(args)
+    if wanted is not None:
+        _take_mixed_precision(wanted, args)
     environment = prepare(args)
     if wanted is not None:
         _hand_over(environment, wanted, args)
@@ -46,6 +48,17 @@ def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Nam
         _say_where_no_gpu_is(args)
         _let_ranks_restart(args)
     return environment
+
+
+def _take_mixed_precision(wanted: FlagResult, args: Namespace) -> None:
+    """Let a block of DeepSpeed's file decide where no flag does, as the config file's reader does for its own."""
+    said = wanted.run.mixed_precision
+    if said is None or not args.use_deepspeed:
+        return
+    if "mixed_precision" in args.nondefault and args.mixed_precision != said:
+        origin = wanted.origins[f"{RUN}mixed_precision"]
+        raise ConfigError(disagreement("mixed_precision", args.mixed_precision, "--mixed_precision", said, origin))
+    args.mixed_precision = said
 
 
 def _say_where_no_gpu_is(args: Namespace) -> None:
@@ -111,8 +124,9 @@ def _wanted(args: Namespace) -> FlagResult | None:
     try:
         if args.use_fsdp:
             sources.append(_from_flags(args))
-        if not args.use_deepspeed:
-            sources.append(_from_flags_of_any_engine(args))
+        elif args.use_deepspeed:
+            sources.append(_from_deepspeed_flags(args))
+        sources.append(_from_flags_of_any_engine(args))
         result = merge([*sources, from_environment()])
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -128,12 +142,21 @@ def _from_flags(args: Namespace) -> FlagResult:
     return from_fsdp(given, source="--fsdp flags")
 
 
+def _from_deepspeed_flags(args: Namespace) -> FlagResult:
+    """Read the flags beside `--use_deepspeed` that were given, and the file that one of them names."""
+    from ourshard.flags.deepspeed import DEEPSPEED, from_deepspeed
+
+    given = {name: getattr(args, name) for name in sorted(args.nondefault) if name in DEEPSPEED.by_spelling}
+    return from_deepspeed({"zero_stage": None, **given}, source="--use_deepspeed's flags")  # where none says, 2
+
+
 def _from_flags_of_any_engine(args: Namespace) -> FlagResult:
     """Read the flags that mean the same for every engine; refuse those of an engine that does not run."""
     given: set[str] = getattr(args, "nondefault", set())
     for name in sorted(given):
-        if name in _DEEPSPEED_FLAGS or (name.startswith("fsdp_") and not args.use_fsdp):
-            engine = "DeepSpeed's" if name in _DEEPSPEED_FLAGS else "FSDP's"
+        of_deepspeed = name in _DEEPSPEED_FLAGS
+        if (of_deepspeed and not args.use_deepspeed) or (name.startswith("fsdp_") and not args.use_fsdp):
+            engine = "DeepSpeed's" if of_deepspeed else "FSDP's"
             raise ValueError(
                 f"--{name} is {engine} and would do nothing here; say it in the file's ourshard_config, whose keys "
                 "docs/flags.md lists beside those of others."

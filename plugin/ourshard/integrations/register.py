@@ -38,6 +38,25 @@ def _handing_over(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_with_ourshard
 
 
+def launch_command(module: ModuleType) -> None:
+    """Let `accelerate launch --use_deepspeed` start ourshard where it is asked for, as `--use_fsdp` does.
+
+    Run as a module, accelerate's launcher is `__main__`, which no hook sees; there DeepSpeed's launcher starts, and the
+    workers refuse what it tells them.
+    """
+    if _launcher_missing or seams.of_command(module):
+        return
+    original = module.deepspeed_launcher
+
+    @functools.wraps(original)
+    def deepspeed_launcher(args: Any) -> None:
+        from ourshard.integrations import switch
+
+        (module.multi_gpu_launcher if switch.flag(switch.SWITCH) else original)(args)
+
+    module.deepspeed_launcher = deepspeed_launcher  # type: ignore[attr-defined]
+
+
 def config_classes(module: ModuleType) -> None:
     """Let `accelerate.commands.config.config_args` read `distributed_type: OURSHARD` and `ourshard_config`."""
     missing = _launcher_missing + seams.of_config(module)

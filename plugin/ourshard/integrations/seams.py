@@ -17,6 +17,9 @@ TRIED = "1.10 to 1.15"
 # `accelerate.utils.launch`
 LAUNCH = {"prepare_multi_gpu_env": ("args",), "prepare_simple_launcher_cmd_env": ("args",)}
 
+# `accelerate.commands.launch`
+COMMAND = {"deepspeed_launcher": ("args",), "multi_gpu_launcher": ("args",)}
+
 # `accelerate.commands.config.config_args`
 CONFIG = {"load_config_from_file": ("config_file",)}
 CLUSTER_CONFIG: dict[str, tuple[str, ...]] = {"process_config": ("config_dict",), "to_dict": ("self",)}
@@ -52,6 +55,11 @@ ACCELERATOR_PROPERTIES = ("multi_device", "use_distributed", "fp8_backend")
 def of_launch(module: ModuleType) -> list[str]:
     """Return what is missing in `accelerate.utils.launch`, as text; empty when all is there."""
     return missing(module, LAUNCH)
+
+
+def of_command(module: ModuleType) -> list[str]:
+    """Return what is missing in `accelerate.commands.launch`."""
+    return missing(module, COMMAND)
 
 
 def of_config(module: ModuleType) -> list[str]:
