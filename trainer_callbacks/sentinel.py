@@ -10,10 +10,10 @@ from enum import Enum
 from typing import Any
 
 import torch
-from ourshard.checkpoint.foreign.names import shorten
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.clip import register_clip_pre_hook
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.wording import shorten
 from ourshard.trainer_callbacks import sentinel_gradients
 from ourshard.trainer_callbacks.sentinel_stragglers import STEPS, StragglerWatch
 from torch import nn

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from ourshard.checkpoint.foreign.names import shorten
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.unit import Unit
+from ourshard.runtime.wording import shorten
 
 
 class GradientWatch:

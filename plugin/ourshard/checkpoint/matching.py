@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ourshard.runtime.wording import shorten
+
 from .source import PARAM, CheckpointError, Source, TensorKey
 
 _SHOWN = 10  # names of each kind in a message
@@ -29,7 +31,7 @@ class Mismatch:
             ("in the checkpoint only", list(map(str, self.unexpected))),
             ("of another shape", shapes),
         )
-        return "\n".join(f"  {what}: {_shorten(items)}" for what, items in lists if items)
+        return "\n".join(f"  {what}: {shorten(items, _SHOWN)}" for what, items in lists if items)
 
 
 def mismatch(source: Source, wanted: Mapping[TensorKey, tuple[int, ...]]) -> Mismatch:
@@ -56,8 +58,3 @@ def require(source: Source, wanted: Mapping[TensorKey, tuple[int, ...]], *, allo
     found = mismatch(source, wanted)
     if found.missing or found.shapes or (found.unexpected and not allow_unexpected):
         raise CheckpointError(f"{source.path} does not fit what is to be loaded:\n{found.text()}")
-
-
-def _shorten(items: list[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more

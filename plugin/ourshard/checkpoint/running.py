@@ -26,6 +26,7 @@ from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.optim import bring_up_to_date, has_owners
 from ourshard.runtime.state import check_no_writes, check_readable, extra_states, with_extra_state
+from ourshard.runtime.wording import shorten
 from ourshard.runtime.wrap import canonical
 
 from . import commit, stepping
@@ -33,7 +34,6 @@ from .agreeing import together
 from .background import BACKGROUND
 from .coding import restore_coding, take_coding
 from .disks import Disk, Joined, find_disk, join_disks
-from .foreign.names import shorten
 from .io import DISK, DiskIO
 from .manifest import carried
 from .portions import Buffer, Portion, buffers_of, portions_of

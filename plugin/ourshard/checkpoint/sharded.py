@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from ourshard.runtime.wording import shorten
+
 from . import plain
 from .companions import companions
-from .foreign.names import shorten
 from .io import inside
 from .manifest import NAME, PARTIAL_NAMES, PLAIN, FileRecord, Manifest, load, merge, unseal
 from .numbered import Models, numbered, of_model

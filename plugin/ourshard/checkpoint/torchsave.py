@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from ourshard.runtime.wording import shorten
+
 from .companions import companions
 from .foreign.draft import Draft, ForeignSource
-from .foreign.names import canonical_keys, shorten
+from .foreign.names import canonical_keys
 from .foreign.weights import find_weights, read_weights
 from .huggingface_sink import MAX_SHARD_SIZE, file_names, index_of, split, write_companions
 from .numbered import Models, numbered, of_model

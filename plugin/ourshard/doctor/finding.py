@@ -58,8 +58,3 @@ def worst(findings: Iterable[Finding]) -> Verdict:
     """Return the worst verdict of them."""
     order = list(Verdict)
     return max((finding.verdict for finding in findings), key=order.index, default=Verdict.FINE)
-
-
-def counted(number: int, word: str) -> str:
-    """Write a number with its word: "1 rank", "2 ranks"."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

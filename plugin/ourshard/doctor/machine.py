@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from ourshard.doctor.finding import Finding, Verdict, counted
-from ourshard.runtime.amounts import nbytes_text
+from ourshard.doctor.finding import Finding, Verdict
 from ourshard.runtime.host_room import free_memory, memory_limit
+from ourshard.runtime.wording import counted, nbytes_text
 
 _GIB, _MIB = 2**30, 2**20
 _PINNED = 64 * _MIB  # pinned by way of trial

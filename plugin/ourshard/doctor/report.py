@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from ourshard.doctor.finding import Finding, Verdict, counted
+from ourshard.doctor.finding import Finding, Verdict
+from ourshard.runtime.wording import counted
 
 if TYPE_CHECKING:
     from ourshard.doctor.examination import Report

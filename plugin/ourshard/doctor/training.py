@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ourshard.config import ShardConfig
-from ourshard.doctor.finding import Finding, Verdict, counted
+from ourshard.doctor.finding import Finding, Verdict
+from ourshard.runtime.wording import counted
 
 _STEPS = 3
 _SAMPLES, _WIDTH = 4, 64  # of one rank's batch, of the model

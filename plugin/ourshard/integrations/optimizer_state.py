@@ -21,6 +21,7 @@ from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import put_away
 from ourshard.runtime.run import Run
 from ourshard.runtime.states import problem_of_parts
+from ourshard.runtime.wording import shorten
 
 State = dict[str, Any]
 
@@ -233,7 +234,7 @@ def _check_groups(optimizer: Optimizer, engines: Sequence[Engine], saved: list[d
     if len(known) != len(mine) or strange:
         raise ValueError(
             f"load_state: {path} has {len(known)} parameter groups, the optimizer {len(mine)}; not in the same group "
-            f"there: {', '.join(strange[:5]) or 'none'}. Build the optimizer as it was built when the state was saved."
+            f"there: {shorten(strange) or 'none'}. Build the optimizer as it was built when the state was saved."
         )
     for problem in other_kinds([optimizer], saved):
         raise ValueError(f"load_state: nothing of {path} was loaded: {problem}")

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from ourshard.offload.file import DiskFile
-from ourshard.runtime.amounts import nbytes_text
 from ourshard.runtime.disk import BLOCK, DiskNeed
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.wording import nbytes_text
 
 logger = logging.getLogger("ourshard")
 

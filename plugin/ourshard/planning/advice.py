@@ -19,7 +19,7 @@ from ourshard.planning.moves import MeshSizes
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.trace import Visit
 from ourshard.planning.variants import variant
-from ourshard.runtime.amounts import nbytes_text
+from ourshard.runtime.wording import nbytes_text
 
 
 @dataclass(frozen=True, slots=True)

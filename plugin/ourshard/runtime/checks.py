@@ -19,6 +19,7 @@ from ourshard.runtime.inventory import Parameter, UnitParameters, merge_numel, t
 from ourshard.runtime.lazy import source_of
 from ourshard.runtime.links import assumed
 from ourshard.runtime.quantized import refuse_quantized
+from ourshard.runtime.wording import counted, shorten
 from ourshard.runtime.wrap import canonical
 
 
@@ -67,7 +68,7 @@ def _refuse_shared(stock: list[UnitParameters]) -> None:
     shared = [p.name for entry in stock for p in entry.parameters if isinstance(p.tensor, ShardParameter)]
     if shared:
         raise ValueError(
-            f"{len(shared)} parameters ({', '.join(shared[:3])}, ...) belong to a model that is sharded already, as "
+            f"{counted(len(shared), 'parameter')} ({shorten(shared)}) belong to a model that is sharded already, as "
             "where an actor and a critic share a trunk. Put both models into one module, whose forward calls either, "
             "and prepare that; or shard with stage 0, where parameters may be shared."
         )
@@ -77,8 +78,8 @@ def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:
     meta = [p.name for entry in stock for p in entry.parameters if p.tensor.is_meta]
     if meta:
         raise ValueError(
-            f"{len(meta)} parameters are on the meta device and have no values ({', '.join(meta[:3])}, ...). Rank 0 "
-            "must have real weights: load them, or create the model without `torch.device('meta')`."
+            f"{len(meta)} parameters are on the meta device and have no values ({shorten(meta)}). Rank 0 must have "
+            "real weights: load them, or create the model without `torch.device('meta')`."
         )
     lost = [f"{name}.{key}" for name, m in model.named_modules() for key, v in vars(m).items() if _is_meta(v)]
     if lost:

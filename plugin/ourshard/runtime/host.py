@@ -30,7 +30,7 @@ import weakref
 import torch
 
 from ourshard.config import OffloadConfig
-from ourshard.runtime.amounts import nbytes_text
+from ourshard.runtime.wording import nbytes_text
 
 logger = logging.getLogger("ourshard")
 

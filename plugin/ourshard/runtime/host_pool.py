@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from ourshard.runtime.amounts import nbytes_text
 from ourshard.runtime.host import HostMemory
 from ourshard.runtime.host_room import free_memory
 from ourshard.runtime.ledger import Kind, Ledger
+from ourshard.runtime.wording import nbytes_text
 
 
 class HostPool:

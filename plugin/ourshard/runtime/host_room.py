@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from ourshard.runtime.amounts import nbytes_text
+from ourshard.runtime.wording import nbytes_text
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine

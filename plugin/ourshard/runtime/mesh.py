@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ourshard.config import Codec, ShardConfig
+from ourshard.runtime.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Mesh:
     @property
     def describe(self) -> str:
         if self.replicate.size == 1:
-            return f"{self.shard.size} rank{'s' if self.shard.size > 1 else ''}"
+            return counted(self.shard.size, "rank")
         return f"{self.replicate.size} replicas x {self.shard.size} shards"
 
 

@@ -14,13 +14,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ourshard.runtime.wording import shorten
+
 from ..numbered import Models, numbered
 from ..source import ADAPTER_ALONE, CheckpointError
 from .adapters import is_adapter_name, names_with_adapter, with_adapter_name
 from .dcp import DcpFolder, KeyPath, is_dcp_folder
 from .draft import Draft, ForeignSource
 from .integer_keys import Order, name_integer_keys
-from .names import canonical, canonical_keys, looks_like_buffer, shorten
+from .names import canonical, canonical_keys, looks_like_buffer
 from .runfiles import add_run_files
 from .stored import Readable
 from .ties import find_ties

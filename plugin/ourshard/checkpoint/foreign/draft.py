@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from ourshard.runtime.wording import shorten
+
 from ..source import BUFFER, PARAM, CheckpointError, Description, Source, TensorInfo, TensorKey
 from .chunked import ChunkedTensor
-from .names import looks_like_buffer, shorten
+from .names import looks_like_buffer
 from .stored import Fillable, FlatTensor, Readable
 from .ties import BLOCK, find_ties, is_copy, sampled_equal
 

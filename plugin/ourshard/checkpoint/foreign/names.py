@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -41,10 +41,3 @@ def looks_like_buffer(name: str, dtype: torch.dtype) -> bool:
     """Tell whether a tensor of a model is a buffer, for formats that don't say: integers, and names that torch's
     norms and the rotary embeddings of Transformers give to buffers."""
     return not (dtype.is_floating_point or dtype.is_complex) or name.rsplit(".", 1)[-1] in _BUFFERS
-
-
-def shorten(names: Iterable[str], limit: int = 4) -> str:
-    """Return the first few names as text."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

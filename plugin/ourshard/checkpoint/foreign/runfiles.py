@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ourshard.runtime.wording import counted
+
 from ..companions import companions
 from ..safetensors_file import without_duplicates
 from ..source import CheckpointError
@@ -42,7 +44,7 @@ def add_run_files(draft: Draft, folder: Path, model: int = 0, models: int = 1) -
     for pattern, what in _LEFT:
         count = sum(1 for name in names if pattern.fullmatch(name))
         if count:
-            draft.beside.append(f"{what} ({count} file{'s' if count > 1 else ''})")
+            draft.beside.append(f"{what} ({counted(count, 'file')})")
     if "trainer_state.json" in names and draft.step is None:
         step = read_json(folder / "trainer_state.json").get("global_step")
         draft.step = step if type(step) is int and step >= 0 else None

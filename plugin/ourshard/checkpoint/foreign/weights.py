@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ourshard.runtime.wording import shorten
+
 from ..io import inside
 from ..numbered import of_model
 from ..safetensors_file import read_header
 from ..source import CheckpointError
 from .classes import PickledTensor
-from .names import shorten
 from .runfiles import read_json
 from .stored import Bytes, Readable, StoredTensor, contiguous
 from .torchfile import TorchFile

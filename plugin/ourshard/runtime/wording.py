@@ -1,0 +1,26 @@
+"""How messages put amounts and lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Return bytes of memory with the unit that leaves few digits: "1.5 GiB"."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:,.1f} {units[0]}" if units[0] != "bytes" else f"{nbytes} bytes"
+
+
+def counted(number: int, word: str) -> str:
+    """Return a number with its word: "1 rank", "2 ranks"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def shorten(names: Iterable[str], limit: int = 4) -> str:
+    """Return the first few names: "a, b, c, d and 3 more"."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
