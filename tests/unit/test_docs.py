@@ -10,6 +10,7 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import ourshard
@@ -27,8 +28,8 @@ SOURCES = [path for folder in ("plugin", "trainer_callbacks") for path in sorted
 
 def _blocks(page: Path, language: str) -> list[str]:
     """Return the fenced blocks of a language; "" is a block without one."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [text for name, text in found if name == language]
+    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for _, name, text in found if name == language]
 
 
 def _with_section() -> list[tuple[str, str]]:
@@ -163,6 +164,49 @@ def test_the_code_of_the_pages_on_callbacks_and_concepts_runs(ranks, tmp_path):
     ranks(1)(_run, str(tmp_path), begin, AROUND_CALLBACKS, *runs)
     assert (tmp_path / "averaged" / "model.safetensors").is_file()
     assert list((tmp_path / "run" / "sharded").glob("checkpoint-*"))
+
+
+LORA = """
+from peft import LoraConfig, get_peft_model
+from types import SimpleNamespace
+args, training, train = SimpleNamespace(base="out/train_clm"), args, Counting()
+test = train
+"""
+RESUMED = """
+import shutil, ourshard
+saving = ShardTrainingArguments("run", ourshard={"stage": 3}, max_steps=2, save_steps=2, report_to="none")
+trainer = Trainer(AutoModelForCausalLM.from_pretrained("out/train_clm"), saving, train_dataset=Counting())
+trainer.train()
+shutil.move("run/checkpoint-2", "checkpoint-500")
+"""
+LOOP = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+shutil.rmtree("checkpoint-500")
+names = ProjectConfiguration(project_dir=".", automatic_checkpoint_naming=True)
+accelerator, net = Accelerator(project_config=names), torch.nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+ourshard.asked_to_end()
+os.kill(os.getpid(), signal.SIGTERM)
+place, steps = SimpleNamespace(step=0), 2
+"""
+
+
+@pytest.mark.ranks
+def test_the_code_of_the_tutorials_and_of_the_pages_on_checkpoints_and_recovery_runs(ranks, tmp_path):
+    docs = ROOT / "docs"
+    pages = ("trainer", "tutorial-first-model", "tutorial-lora", "checkpoints")
+    trainer, opened, lora, loads = (block for page in pages for block in _blocks(docs / f"{page}.md", "python"))
+    of_accelerator, of_trainer, of_ours = loads.splitlines()
+    first, loop = _blocks(docs / "recovery.md", "python")
+    saved = 'shutil.move("checkpoints/checkpoint_0", "checkpoint-500")'
+    lines = [trainer, 'trainer.save_model("out/train_clm")', opened, LORA, lora, RESUMED, of_trainer]
+    forget = "from ourshard.integrations import stopping; stopping.finish()"  # the signal: this process goes on
+    lines += ["import os, signal", LOOP, first, loop, forget, saved, of_accelerator, of_ours]
+    ranks(1)(_run, str(tmp_path), *lines)
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "checkpoint-500").is_dir()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
