@@ -151,6 +151,43 @@ def test_forwards_inside_of_gathered_train_as_outside(ranks, in_dict):
             assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), name
 
 
+def by_parts(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return a loss of modules that are called on their own, and of a weight that is used by itself."""
+    penalty = F.linear(rows, model.blocks[2].norm.weight.diag()).pow(2).mean()
+    return F.mse_loss(model.last(model.blocks[1](model.first(rows))), rows) + penalty
+
+
+def of_a_weight(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return F.linear(rows, model.blocks[0].up.weight).pow(2).mean()
+
+
+def backwards_after_gathered(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Train with losses made inside of `gathered` and their backwards after it; the first of two does not sync."""
+    import ourshard
+
+    model = toy() if config is None else ourshard.shard_model(toy(), config)
+    engine = ourshard.engine_of(model)
+    optimizer = sgd(model.parameters())
+    for step, loss_of in enumerate((by_parts, square_loss, of_a_weight)):
+        rows = numbers(step, 4)
+        rows = rows if config is None else rows.chunk(2)[dist.get_rank()]
+        with engine.no_sync() if engine else nullcontext():
+            square_loss(model, rows).backward()
+        with ourshard.gathered(model) if engine else nullcontext():
+            loss = loss_of(model, rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict() if config is None else ourshard.full_state_dict(model)
+
+
+def test_losses_made_inside_of_gathered_by_whatever_way_have_a_backward_after_it(ranks):
+    wanted = backwards_after_gathered(None)
+    for name in TOY:
+        for found in ranks(2)(backwards_after_gathered, TOY[name]):
+            assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), name
+
+
 def scaled_by_hand(config: dict[str, Any], adopts: bool) -> tuple[str, list[float], bool]:
     """Scale losses with torch's scaler, then with ours; rank 0 overflows in the second of three steps.
 

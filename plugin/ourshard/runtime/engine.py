@@ -206,8 +206,7 @@ class Engine:
         if self._forward_depth:
             return None
         if self.gathered_depth:
-            if torch.is_grad_enabled():
-                hook_outputs(tensors_in(outputs), self.on_gathered_gradient)
+            self.watch_gathered(outputs)
             return None
         has_backward = torch.is_grad_enabled() and hook_outputs(tensors_in(outputs), self.on_root_gradient)
         if not self.phase_is_backward:
@@ -280,6 +279,15 @@ class Engine:
     def on_root_gradient(self, gradient: torch.Tensor) -> None:
         """Run as a hook on the root's outputs."""
         self.begin_backward()
+
+    def watch_gathered(self, outputs: Any) -> None:
+        """Hear of a backward, after the block, of a forward of the model or of one of its modules inside of `gathered`.
+
+        It syncs as one of a forward outside would.
+        """
+        if torch.is_grad_enabled() and not self._forward_depth and not self.phase_is_backward:
+            self.sync_backward = self.require_sync
+            hook_outputs(tensors_in(outputs), self.on_gathered_gradient)
 
     def on_gathered_gradient(self, gradient: torch.Tensor) -> None:
         """Run as a hook on outputs of a forward inside of `gathered`: its backward outside needs all of it again."""

@@ -244,6 +244,7 @@ class UnitHooks:
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
         unit = self._unit
         if unit.engine.gathered_depth:
+            unit.engine.watch_gathered(outputs)
             return
         has_backward = False
         tensors = tensors_in(outputs)
@@ -325,3 +326,5 @@ class DoorHooks:
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._engine.outside_of_forward:
             self._engine.close_door(outputs)
+        elif self._engine.gathered_depth:
+            self._engine.watch_gathered(outputs)

@@ -11,20 +11,26 @@ it that is read in between would read what is not there, and the process would d
 * Views (`detach()`, `.data`, `p[0]`, a `state_dict()`) are plain tensors. Where there are tensors on the slot that the
   engine did not make, the lane takes another slot, and the memory stays theirs, with its values, until all are gone.
   A graph of a forward inside of the block counts as such a view: its backward then reads what that forward read.
+* A graph of what was computed with a whole parameter itself leads to its leaf, past all hooks on modules. Its gradient
+  begins a backward of the model, which reduces it.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from ourshard.runtime.handle import GET_GRAD, SET_DATA, SET_GRAD, Resting
 
 if TYPE_CHECKING:
+    from ourshard.runtime.engine import Engine
     from ourshard.runtime.lane import Lane
     from ourshard.runtime.unit import Unit
 
@@ -91,6 +97,21 @@ def leave_views(unit: Unit) -> None:
     for lane in unit.freed:
         if lane.full.has_others:
             lane.leave_full()
+
+
+def hear_of_gradients(engine: Engine, units: Sequence[Unit]) -> None:
+    """Begin a backward where a gradient comes to a whole parameter of units after the block, by a graph made in it."""
+    begin = partial(_begin_backward, weakref.ref(engine), engine.require_sync)
+    for leaf in [leaf for unit in units for lane in unit.lanes for leaf in lane.leaves]:
+        if leaf.requires_grad and torch.is_grad_enabled():
+            get_gradient_edge(leaf).node.register_prehook(begin)  # gone with the last graph that leads there
+
+
+def _begin_backward(reference: weakref.ref[Engine], sync: bool, _: Any) -> None:
+    engine = reference()
+    if engine is not None and not engine.phase_is_backward and not engine.gathered_depth:
+        engine.sync_backward = sync
+        engine.begin_backward()
 
 
 def note_taken(counted: Sequence[Taken]) -> None:

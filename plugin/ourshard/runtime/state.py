@@ -11,7 +11,7 @@ from torch import nn
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.in_backward import check_whole_step
-from ourshard.runtime.kept import count_references, leave_views, note_taken
+from ourshard.runtime.kept import count_references, hear_of_gradients, leave_views, note_taken
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
@@ -47,6 +47,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
                 for unit in units:
                     for lane in unit.lanes:
                         _write_back(lane, modifier_rank)
+        hear_of_gradients(engine, units)
     finally:
         engine.gathered_depth -= everything
         engine.open_writes -= writeback
