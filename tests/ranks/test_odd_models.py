@@ -236,6 +236,21 @@ def test_buffers_that_forwards_update_are_those_of_rank_0_on_all_ranks(ranks, co
     assert not torch.equal(first[0]["blocks.0.mean"], first[1]["blocks.0.mean"])
 
 
+def two_backwards_with_statistics() -> None:
+    from ourshard import shard_model
+
+    model = shard_model(Pair(None), ENDS["stage 0"])
+    first, second = (square_loss(model, numbers(dist.get_rank(), 4)) for _ in range(2))
+    first.backward(retain_graph=True)
+    second.backward()
+    first.backward()
+
+
+def test_ranks_take_statistics_between_two_backwards_of_what_was_computed_before(ranks):
+    """A batch norm saves its statistics for backward, which does not read them."""
+    ranks(2)(two_backwards_with_statistics)
+
+
 def test_buffers_of_a_block_that_rank_0_skips_stay_the_same_on_all_ranks(ranks):
     for mine, theirs in zip(*ranks(2)(buffers_after_training, ENDS["stage 0"], 0), strict=True):
         assert all(torch.equal(buffer, theirs[name]) for name, buffer in mine.items() if not name.endswith("seen"))

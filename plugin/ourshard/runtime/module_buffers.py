@@ -55,6 +55,16 @@ class _Watched:
             return False
         return type(norm).forward not in _COUNTING or norm.num_batches_tracked is None
 
+    def take(self, value: torch.Tensor) -> None:
+        """Take the values of another rank.
+
+        A graph may have saved the buffer, and a backward of it may follow (of a second loss, or of the same again).
+        Of a batch norm's none reads them: they change without a new version, as in its forward.
+        """
+        buffer = self.now
+        if buffer is not None:
+            (buffer.data if isinstance(self.module, _NormBase) else buffer).copy_(value.view(self.shape))
+
     def look(self) -> None:
         """Remember the buffer as it is."""
         value = self.now
@@ -134,6 +144,5 @@ def _take(group: list[_Watched], flat: torch.Tensor) -> None:
     start = 0
     for watched in group:
         stop = start + watched.shape.numel()
-        if watched.now is not None:
-            watched.now.copy_(flat[start:stop].view(watched.shape))
+        watched.take(flat[start:stop])
         start = stop
