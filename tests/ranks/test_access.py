@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from tests.ranks.nets import TOKENS, VOCABULARY, WIDTH, Block, llama, token_loss, tokens, toy
-from tests.ranks.pairs import pair, part
+from tests.ranks.pairs import joined, pair, part
 from tests.ranks.training import TOY, momentum
 
 pytestmark = pytest.mark.ranks
@@ -69,6 +70,38 @@ def cross(config: dict[str, Any], wrap: str) -> None:
     both.train(4)
     both.assert_same()
     assert not any(unit.whole for unit in both.engine.units if unit.sharded)
+
+
+class ReadAtOtherTimes(nn.Module):
+    """A weight of a unit that is never called is used before the other unit, or on the first rows after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor, after: bool) -> torch.Tensor:
+        weight = self.blocks[1].up.weight[:WIDTH]
+        return F.linear(self.blocks[0](x), weight) if after else self.blocks[0](F.linear(x, weight))
+
+
+def read_at_other_times(config: dict[str, Any]) -> None:
+    both = pair({**config, "wrap": {"classes": ["Block"]}}, ReadAtOtherTimes, momentum)
+    rank = dist.get_rank()
+    for step in range(4):
+        rows = joined(step)
+        for number, mine in enumerate(rows.chunk(2)):
+            (both.plain(mine, number == 0) - mine).square().mean().div(2).backward()
+        (both.sharded(part(rows), rank == 0) - part(rows)).square().mean().backward()
+        both.assert_same_gradients()
+        both.step()
+        both.zero_grad(set_to_none=step != 1)
+    both.assert_same()
+
+
+@EVERY
+def test_gradients_that_come_before_a_units_reduction_on_one_rank_and_after_it_on_another(ranks, config):
+    ranks(2)(read_at_other_times, config)
 
 
 @EVERY

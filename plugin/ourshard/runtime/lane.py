@@ -47,6 +47,7 @@ class Lane(WholeGradients, DirectGradients):
         self.known_norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
         self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views = None
+        self._shown_views = None  # see `direct_views`
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.spent_norm: torch.Tensor | None = None  # of one that was stepped and let go in backward: see `spent`
         self._arriving_kind = Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
@@ -367,10 +368,13 @@ class Lane(WholeGradients, DirectGradients):
 
     def _show(self, buffer: torch.Tensor, positions: Iterable[int]) -> None:
         """Let the user's whole parameters have views of `buffer` as gradients; those of direct lanes are in place."""
+        views = self.direct_views() if self.direct else None
         for position in positions:
             parameter = self.resting[position]
-            if parameter.grad is None or not self.direct:
+            if views is None:
                 parameter.grad = self.whole_view(buffer, position)
+            elif parameter.grad is None:
+                parameter.grad = views[position]
             self._shown.add(position)
 
     def _all_handed_out(self) -> bool:

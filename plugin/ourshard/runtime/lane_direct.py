@@ -14,6 +14,7 @@ class DirectGradients(LaneChanges):
     touched: list[bool]
     fresh: bool
     reduced_version: int
+    _shown_views: tuple[torch.Tensor, list[torch.Tensor]] | None
 
     def is_reduced(self, position: int) -> bool:
         """Say whether the gradient of a direct leaf is what the last reduction left: nothing was added since."""
@@ -32,28 +33,41 @@ class DirectGradients(LaneChanges):
         return grad.data_ptr() == self.arriving.data_ptr() + self.layout.tensors[position].offset * grad.element_size()
 
     def take_direct(self) -> list[torch.Tensor]:
-        """Make each `p.grad` a view of `arriving`, so that backward adds into it; return the tensors it replaces."""
+        """Move the gradients into `arriving`, and off the leaves until `settle`; return the tensors that were read.
+
+        What backward brings from now on is no part of what is being reduced. It adds up with that in the next
+        reduction, which `again` of `prepare` is about: there this rank has zeros where others gave what it keeps.
+        """
         assert self.arriving is not None
-        replaced = []
-        for position, leaf in enumerate(self.leaves):
-            view = self.whole_view(self.arriving, position)
-            self.touched[position] = leaf.grad is not None
-            if leaf.grad is None:
-                if self.fresh:  # else it has what other ranks gave
+        read = []
+        for position, (leaf, view) in enumerate(zip(self.leaves, self.direct_views(), strict=True)):
+            gradient = leaf.grad
+            self.touched[position] = gradient is not None or (self.touched[position] and not self.fresh)
+            if gradient is None:
+                if self.fresh:
                     view.zero_()
-            elif not self._is_in_place(position):
-                grad = dense(leaf.grad)
-                view.copy_(grad)
-                replaced.append(grad)
-                leaf.grad = view
-        return replaced
+                continue
+            if not self._is_in_place(position):
+                gradient = dense(gradient)
+                (view.copy_ if self.fresh else view.add_)(gradient)
+                read.append(gradient)
+            leaf.grad = None
+        return read
+
+    def direct_views(self) -> list[torch.Tensor]:
+        """Return the views of `arriving` that are the gradients of the leaves; the same ones until it is another."""
+        assert self.arriving is not None
+        if self._shown_views is None or self._shown_views[0] is not self.arriving:
+            views = [self.whole_view(self.arriving, position) for position in range(len(self.leaves))]
+            self._shown_views = self.arriving, views
+        return self._shown_views[1]
 
     def show_direct(self) -> None:
         """Let the leaves have their gradients in `arriving`, which a replayed backward has filled."""
         assert self.arriving is not None
-        for position, leaf in enumerate(self.leaves):
-            if self.touched[position]:
-                leaf.grad = self.whole_view(self.arriving, position)
+        for leaf, view, touched in zip(self.leaves, self.direct_views(), self.touched, strict=True):
+            if touched:
+                leaf.grad = view
         self.reduced_version = self.arriving._version
 
 
