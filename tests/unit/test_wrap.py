@@ -36,6 +36,12 @@ def test_repeated_blocks_of_a_users_own_model_are_found() -> None:
     assert {"1.0", "1.1", "1.2"} <= set(units(model))
 
 
+def test_lists_and_dicts_which_nobody_calls_are_no_units_by_size() -> None:
+    parts = nn.ModuleDict({"a": nn.ModuleList(nn.Linear(5, 5) for _ in range(4)), "b": nn.Linear(20, 20)})
+    model = nn.Sequential(nn.Linear(13, 13), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), parts)
+    assert units(model, min_params=60) == ["0", "1", "2.b", "the root unit"]
+
+
 def test_a_model_that_is_itself_the_list_of_blocks_is_cut_at_them() -> None:
     assert {"0", "1", "2"} <= set(units(nn.Sequential(*(Block() for _ in range(3)), nn.Linear(13, 13))))
 

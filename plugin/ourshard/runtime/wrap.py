@@ -90,19 +90,26 @@ def _by_name(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
 
 
 def _by_numel(model: nn.Module, least: int) -> set[nn.Module]:
-    """Choose the smallest modules that hold at least `least` elements not already in a chosen module below them."""
+    """Choose the smallest modules that hold at least `least` elements not already in a chosen module below them.
+
+    Those without a forward (lists and dicts of modules) are left to the module around them: nobody would call them.
+    """
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
         free = sum(p.numel() for p in module.parameters(recurse=False))
         free += sum(visit(child) for child in module.children())
-        if free >= least:
+        if free >= least and _has_forward(module):
             chosen.add(module)
             return 0
         return free
 
     visit(model)
     return chosen
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _automatic(model: nn.Module) -> set[nn.Module]:
