@@ -59,3 +59,21 @@ def test_units_run_twice_a_step_and_losses_stay_the_same(ranks: Callable[..., An
         assert plain[1] == [3, 3, 3]
         assert again[1] == [6, 6, 6]
         assert again[2] == plain[2] == {f"blocks.{index}": 6 for index in range(3)}
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x, x, x, need_weights=False)[0]
+        return found
+
+
+def test_a_tensor_that_a_unit_is_given_twice_is_one_when_it_runs_again() -> None:
+    """Attention of torch computes in another way where queries and keys are one."""
+    model = nn.Sequential(nn.Linear(12, 12), Attends())
+    options = {"activation_checkpointing": True, "offload": {"activations": "cpu"}}
+    shard_model(model, {"stage": 3, "wrap": {"classes": ["MultiheadAttention"]}, **options})
+    model(torch.randn(4, 3, 12)).sum().backward()

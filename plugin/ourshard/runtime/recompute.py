@@ -66,11 +66,14 @@ def _put_back(forward: Any, places: Any, named: dict[str, Any], *tensors: torch.
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return `value` with places for its tensors, which are added to `tensors`; lists and dicts stay the same objects.
 
-    A forward may add to a list or a dict that it was given.
+    A forward may add to a list or a dict that it was given. A tensor that is given twice is one again later: attention
+    asks whether its queries are its keys.
     """
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
+        index = next((index for index, known in enumerate(tensors) if known is value), len(tensors))
+        if index == len(tensors):
+            tensors.append(value)
+        return _Place(index)
     if type(value) is tuple:
         return tuple(_take_out(item, tensors) for item in value)
     return value
