@@ -208,6 +208,25 @@ def test_clipping_twice_with_two_optimizers_has_the_bits_of_clipping_on_the_devi
         assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
+def clipped_doubles(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from ourshard import clip_grad_norm_, full_state_dict, shard_model
+
+    model = shard_model(toy().double(), config)
+    optimizer = adamw(model.parameters())
+    for step in range(2):
+        model(part(joined(step)).double()).square().mean().backward()
+        clip_grad_norm_(model, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def test_a_norm_in_double_precision_clips_on_the_host_as_on_the_device(ranks):
+    """torch's fused optimizers take a divisor in float32 alone."""
+    for mine, theirs in zip(ranks(2)(clipped_doubles, HERE), ranks(2)(clipped_doubles, THERE), strict=True):
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
 @pytest.mark.parametrize(
     ("offload", "stage", "said"),
     [

@@ -119,7 +119,8 @@ def _run(twin: Optimizer, divisor: torch.Tensor | None) -> None:
 def divide_in_step(optimizer: Optimizer, divisor: torch.Tensor) -> None:
     """Let the coming step divide the gradients that its groups show, or do it now: Note [Late division] in late.py."""
     groups = [group for group in optimizer.param_groups if group["params"]]
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(group["fused"] for group in groups):
+    fused = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(group["fused"] for group in groups)
+    if fused and divisor.dtype == torch.float32:  # torch's kernels take no other
         scale = getattr(optimizer, "grad_scale", None)  # a loss scaler's
         whole = divisor if scale is None else divisor * scale.to(divisor.device)
         optimizer.grad_scale = whole  # type: ignore[attr-defined]
