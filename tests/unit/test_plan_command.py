@@ -49,8 +49,10 @@ def test_the_command_prints_a_table_a_picture_and_a_config_that_is_read_back(lla
 
 def test_where_nothing_fits_the_host_is_tried(llama: Path, tmp_path: Path) -> None:
     output, workload = tmp_path / "plan.yaml", [str(llama), "--gpus", "1", "--length", "8", "--with", "hidden_size=512"]
-    rows = json.loads(CliRunner().invoke(app, [*workload, "--json"]).stdout)["rows"]
-    least = min(row["memory"]["peak"] for row in rows)
+    plan, every = (json.loads(CliRunner().invoke(app, [*workload, "--json", *more]).stdout) for more in ([], ["--all"]))
+    least = min(row["memory"]["peak"] for row in plan["rows"])
+    assert every["rows"][: len(plan["rows"])] == plan["rows"]
+    assert {row["config"]["offload"]["optimizer"] for row in every["rows"]} == {"none", "cpu"}
     arguments = [*workload, "--memory", str(0.9 * least / 2**30), "-o", str(output)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

@@ -109,6 +109,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd.")] = "adamw",
     mixed_precision: Annotated[str, typer.Option(help="no, fp16 or bf16.")] = "bf16",
     base: Annotated[list[str] | None, typer.Option("--set", help="Keep these keys: short form or a file.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Compare offload, too, where something fits without.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw memory by kind to this PNG.")] = None,
     curve: Annotated[Path | None, typer.Option("--scaling", help="Draw 1 to 16,384 GPUs to this PNG.")] = None,
@@ -128,7 +129,7 @@ def plan(
         rows = planner.rows(candidates(start, hardware, kept))
         if not rows:
             raise ValueError(f"--set: none of the configurations that are compared has {', '.join(sorted(kept))} so.")
-        if cheapest(rows) is None:
+        if every or cheapest(rows) is None:
             rows += planner.rows(offloaded(start, hardware, kept))
         chosen = cheapest(rows)
         _print(rows, hardware, chosen, as_json)

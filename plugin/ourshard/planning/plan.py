@@ -145,7 +145,7 @@ def _variants(base: ShardConfig, hardware: Hardware, keeps_size: bool) -> Iterat
 
 
 def offloaded(base: ShardConfig, hardware: Hardware, kept: Collection[str] = ()) -> Iterator[ShardConfig]:
-    """Yield what remains when none of `candidates` fits.
+    """Yield what remains when none of `candidates` fits, or all is to be compared.
 
     Inputs of recomputed units on the host, or masters, then the parameters' shards, too, then all three.
     """
