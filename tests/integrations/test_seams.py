@@ -15,7 +15,7 @@ import transformers.modeling_utils
 import transformers.trainer
 import transformers.training_args
 from accelerate.commands.config import config_args
-from ourshard.integrations import register, register_transformers, seams, transformers_seams
+from ourshard.integrations import notes, register, register_transformers, seams, transformers_seams
 
 from tests.commands import run_cli
 
@@ -78,6 +78,18 @@ def test_a_trainer_without_our_seams_works_and_refuses_only_when_ourshard_is_ask
     monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
     with pytest.raises(RuntimeError, match=r"under transformers 5.*Trainer\.save_model.*Tried: transformers 5"):
         moved()
+
+
+def test_a_config_in_the_environment_that_nothing_turns_on_is_said_once(monkeypatch, capsys):
+    monkeypatch.delenv("ACCELERATE_USE_OURSHARD", raising=False)
+    monkeypatch.setattr(notes, "_said", set())
+    stock = type("Accelerator", (Moved,), {})
+    register.accelerator_class(module(Accelerator=stock))
+    stock()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("OURSHARD_STAGE", "2")
+    stock(), stock()
+    assert capsys.readouterr().err.count("OURSHARD_STAGE: no effect, because ACCELERATE_USE_OURSHARD is not true") == 1
 
 
 @pytest.mark.parametrize("launch_moved", [True, False])

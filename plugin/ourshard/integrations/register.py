@@ -128,8 +128,9 @@ def _new(accelerator: type, missing: list[str]) -> staticmethod[..., Any]:
             from ourshard.integrations.accelerator import sharded_class
 
             cls = sharded_class(cls)
-        elif "ourshard_plugin" in kwargs:
-            cls = _without_plugin(cls)
+        else:
+            switch.say_idle_variables()
+            cls = _without_plugin(cls) if "ourshard_plugin" in kwargs else cls
         return object.__new__(cls) if original is object.__new__ else original(cls, *args, **kwargs)
 
     __new__._ourshard = True  # type: ignore[attr-defined]

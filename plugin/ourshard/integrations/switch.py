@@ -55,6 +55,18 @@ def asked_for(arguments: Mapping[str, Any]) -> bool:
     )
 
 
+def say_idle_variables() -> None:
+    """Say once, where ourshard was not asked for, that a config in the environment has no effect."""
+    if not any(name.startswith("OURSHARD_") for name in os.environ):
+        return
+    from ourshard.flags.sources import variables
+    from ourshard.integrations.notes import say_once
+
+    idle = sorted({CONFIG, *variables()} & set(os.environ))
+    if idle:
+        say_once([f"{', '.join(idle)}: no effect, because {SWITCH} is not true; set that to true to shard."])
+
+
 def launched_on_cpus() -> bool:
     """Return whether this is one of several processes that a launcher started on CPUs, with ourshard switched on."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
