@@ -37,6 +37,13 @@ class Accumulate(str, Enum):
     DEFERRED = "deferred"  # keep whole gradients, reduce once when syncing
 
 
+class OptimizerOver(str, Enum):
+    """Over which ranks masters and optimizer state are cut."""
+
+    SHARD = "shard"  # those that share one copy of the parameters
+    ALL = "all"  # shard x replicate
+
+
 class Tier(str, Enum):
     """Where a thing lives."""
 
@@ -300,7 +307,7 @@ class ShardConfig:
     stage: int = 3
     reshard_after_forward: bool = True
     shard_size: int | str | None = None  # ranks that share one sharded copy: a number, "node", or None for all
-    shard_optimizer_over: str = "shard"  # or "all": masters and states over shard x replicate
+    shard_optimizer_over: OptimizerOver = OptimizerOver.SHARD
     secondary_shard_size: int | None = None  # hpZ: ranks that share a second, node-local shard for backward
     persist_below: int = 1000  # elements; smaller parameters stay whole, with DDP semantics
     wrap: WrapConfig = field(default_factory=WrapConfig)
@@ -325,8 +332,6 @@ class ShardConfig:
             raise ValueError(f"shard_size: {self.shard_size!r} is not a number, 'node' or null.")
         if isinstance(self.shard_size, int):
             _at_least(self.shard_size, 1, "shard_size")
-        if self.shard_optimizer_over not in ("shard", "all"):
-            raise ValueError(f"shard_optimizer_over: {self.shard_optimizer_over!r} is not 'shard' or 'all'.")
         if self.secondary_shard_size is not None:
             self._check_secondary()
         _at_least(self.persist_below, 0, "persist_below")
@@ -361,7 +366,10 @@ class ShardConfig:
             ),
             "secondary_shard_size": (self.secondary_shard_size is not None, "what it has is followed on the host"),
             "optimizer_in_backward": (self.optimizer_in_backward, "gradients of a graph keep their memory"),
-            "shard_optimizer_over": (self.shard_optimizer_over == "all", "waiting sums are followed on the host"),
+            "shard_optimizer_over": (
+                self.shard_optimizer_over is OptimizerOver.ALL,
+                "waiting sums are followed on the host",
+            ),
             "activation_checkpointing": (
                 self.activation_checkpointing,
                 "it saves the state of random numbers on the host in each forward",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ourshard.config import Accumulate, ShardConfig, Tier
+from ourshard.config import Accumulate, OptimizerOver, ShardConfig, Tier
 from ourshard.planning.exhaustion import Place, exhausted
 from ourshard.planning.formulas import OPTIMIZERS, Optimizer
 from ourshard.planning.layouts import PlannedModel, plan_model
@@ -87,7 +87,7 @@ def _alternatives(
     if config.secondary_shard_size is not None:
         change, sizes = variant(config, secondary_shard_size=None), MeshSizes(mesh.shard, mesh.replicate)
         yield "secondary_shard_size", "null", change, sizes, "gathers of backward leave the node"
-    if mesh.replicate > 1 and config.stage > 0 and config.shard_optimizer_over == "shard":
+    if mesh.replicate > 1 and config.stage > 0 and config.shard_optimizer_over is OptimizerOver.SHARD:
         change = variant(config, shard_optimizer_over="all")
         yield "shard_optimizer_over", "all", change, mesh, "no more bytes on the wire"
     if mesh.replicate > 1 and config.stage > 0:

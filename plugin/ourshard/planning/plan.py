@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ourshard.config import Codec, ShardConfig, Tier, Transport
+from ourshard.config import Codec, OptimizerOver, ShardConfig, Tier, Transport
 from ourshard.planning.formulas import OPTIMIZERS, Reach, checkpoint_nbytes
 from ourshard.planning.hardware import Hardware
 from ourshard.planning.layouts import PlannedModel, plan_model
@@ -79,7 +79,7 @@ def describe(config: ShardConfig) -> str:
         words.append("kept whole for backward")
     if config.shard_size is not None:
         words.append(f"in each {'node' if config.shard_size == 'node' else config.shard_size}")
-    if config.shard_size is not None and config.shard_optimizer_over == "all":
+    if config.shard_size is not None and config.shard_optimizer_over is OptimizerOver.ALL:
         words.append("optimizer over all")
     if config.secondary_shard_size is not None:
         words.append(f"second shard over {config.secondary_shard_size}")
@@ -133,7 +133,7 @@ def _variants(base: ShardConfig, hardware: Hardware, keeps_size: bool) -> Iterat
                 more: list[dict[str, Any]] = [{"reshard_after_forward": True}]
                 if stage == 3:
                     more.append({"reshard_after_forward": False})
-                    if size is not None and base.shard_optimizer_over == "shard":
+                    if size is not None and base.shard_optimizer_over is OptimizerOver.SHARD:
                         more.append({"reshard_after_forward": True, "shard_optimizer_over": "all"})
                     ranks = mesh_of(base.replace(stage=3, shard_size=size), hardware).shard
                     if second is not None and 1 < second < ranks and ranks % second == 0:

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ourshard.config import Codec, CommunicationConfig, ShardConfig
+from ourshard.config import Codec, CommunicationConfig, OptimizerOver, ShardConfig
 from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.ledger import Kind
@@ -93,7 +93,7 @@ def coded_numels(config: ShardConfig, numel: int, sizes: Mapping[str, int]) -> d
         block = config.communication.block_of(config.communication.gradients)
         part = replica_part(numel // sizes["shard"], sizes["replicate"], block)
         numels[Site.REPLICA] = part * sizes["replicate"]
-        if config.shard_optimizer_over == "shard":  # else no gather of the mean follows
+        if config.shard_optimizer_over is OptimizerOver.SHARD:  # else no gather of the mean follows
             numels[Site.MEAN] = part
     return numels
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ourshard.config import ShardConfig, Tier
+from ourshard.config import OptimizerOver, ShardConfig, Tier
 from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.ledger import Kind
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def divides_masters(config: ShardConfig, replicas: int) -> bool:
     """Say whether masters are cut over replicas too: Note [Divided masters]."""
-    return config.shard_optimizer_over == "all" and replicas > 1 and config.stage > 0
+    return config.shard_optimizer_over is OptimizerOver.ALL and replicas > 1 and config.stage > 0
 
 
 def effective_stage(config: ShardConfig, shards: int, replicas: int) -> int:

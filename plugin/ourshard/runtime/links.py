@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ourshard.config import Codec, ShardConfig
+from ourshard.config import Codec, OptimizerOver, ShardConfig
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.coded import gather_coded
 from ourshard.runtime.coded_gradients import GradientCoder, gradient_codec
@@ -116,7 +116,7 @@ def _pace_of_reductions(engine: Engine) -> Pace:
     coder = GradientCoder(engine, codec, _LABEL, 0, whole.numel())
 
     own = segment.view(mesh.replicate.size, -1)[mesh.replicate.rank]
-    divided = engine.config.shard_optimizer_over == "all"
+    divided = engine.config.shard_optimizer_over is OptimizerOver.ALL
 
     def exact() -> None:
         engine.reducer.mean_scatter(segment, whole, mesh.shard, _LABEL)
