@@ -14,7 +14,6 @@ the file from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from ourshard.runtime.states import Column, states_of
 
 if TYPE_CHECKING:
     from ourshard.offload.disk import LaneFile
-    from ourshard.runtime.run import Run
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class Transit:
         master = self._flat(self._file.master)
         for run in self._runs:
             run.parameter.data = master[run.start : run.stop]
-            for column, value in self._states(run):
+            for column, value in states_of(self._optimizer, run):
                 place = self._flat(column)[run.start : run.stop]
                 if not self._file.has(column, run, value):
                     place.copy_(value)
@@ -88,16 +86,13 @@ class Transit:
         assert self._window is not None
         for run in self._runs:
             run.parameter.data = self.lane.master[run.start : run.stop]
-            for column, value in self._states(run):
+            for column, value in states_of(self._optimizer, run):
                 place = self._flat(column)[run.start : run.stop]
                 if value.data_ptr() != place.data_ptr():  # made in this step
                     place.copy_(value)
                 self._optimizer.state[run.parameter][column.name] = self._file.rows(column, run)
         for column, start in self._file.starts.items():
             self._window.moving += self._file.disk.file.write(start, self._bytes(column))
-
-    def _states(self, run: Run) -> Iterator[tuple[Column, torch.Tensor]]:
-        yield from states_of(self._optimizer, run)
 
     def _bytes(self, column: Column) -> torch.Tensor:
         """Return the buffer of a column, in whole blocks of this lane's length."""
