@@ -76,6 +76,8 @@ class ShardSentinelCallback(TrainerCallback):
         self._measured_from = 0  # the first step of its time
         self._found: str | None = None  # about gradients, and not yet acted on
         self._hook: Any = None
+        self._scaled = False  # a loss scaler is at work
+        self._told = -1  # the last step whose gradients were said to be wrong
 
     # ---- events --------------------------------------------------------------------------------------------
 
@@ -89,9 +91,10 @@ class ShardSentinelCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Begin to watch, if the ranks are to compare at this step's end."""
         self._step = state.global_step + 1
+        self._scaled = getattr(optimizer, "scaler", None) is not None
         if self._engine is None:
             return
-        if self._step % self.every == 0 and getattr(optimizer, "scaler", None) is None:
+        if self._step % self.every == 0 and not self._scaled:
             self._gradients = sentinel_gradients.GradientWatch(self._engine)
         if -self._step % self.straggler_every < STEPS and self._stragglers is None:
             self._stragglers = StragglerWatch(self._engine)
@@ -102,9 +105,11 @@ class ShardSentinelCallback(TrainerCallback):
         if self._engine is not None:
             self._look()
             found, self._found = self._found, None
-            self._act(found, control, state)
-        elif (state.global_step + 1) % self.every == 0:
-            self._act(_bad_here(model, state.global_step + 1), control, state)
+        else:
+            looks = (state.global_step + 1) % self.every == 0
+            found = _bad_here(model, state.global_step + 1) if looks else None
+        self._told = self._told if found is None else state.global_step + 1
+        self._act(found, control, state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Compare what several ranks hold alike, and how long they compute."""
@@ -124,8 +129,15 @@ class ShardSentinelCallback(TrainerCallback):
         self._end()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Look at the logged loss, which is the same on every rank."""
-        loss = (logs or {}).get("loss")
+        """Look at the logged loss and norm of gradients, which are the same on every rank.
+
+        With its default `logging_nan_inf_filter` the Trainer logs another loss where it is not finite.
+        """
+        loss, norm = (logs or {}).get("loss"), (logs or {}).get("grad_norm")
+        if norm is not None and not math.isfinite(norm) and not self._scaled:
+            if state.global_step != self._told:
+                self._act(f"step {state.global_step}: the norm of all gradients is {norm}.", control, state)
+            return
         if loss is None:
             return
         if not math.isfinite(loss):

@@ -207,6 +207,22 @@ def test_losses_that_jump_or_are_not_finite_are_said(caplog: pytest.LogCaptureFi
     assert control.should_training_stop
 
 
+def test_a_norm_that_is_not_finite_is_said_where_the_trainer_hides_the_loss(caplog: pytest.LogCaptureFixture) -> None:
+    sentinel, control = ShardSentinelCallback(action="stop"), TrainerControl()
+    state = SimpleNamespace(global_step=3, is_world_process_zero=True)
+    hidden = {"loss": 0.0, "grad_norm": math.nan}
+    with caplog.at_level(logging.WARNING, "ourshard"):
+        scaler = SimpleNamespace(scaler=object())  # it skips a step that overflowed
+        sentinel.on_step_begin(None, state, control, optimizer=scaler)
+        sentinel.on_log(None, state, control, hidden)
+        assert not caplog.messages
+        sentinel.on_step_begin(None, state, control)
+        sentinel.on_log(None, state, control, hidden)
+    assert caplog.messages == ["sentinel: step 3: the norm of all gradients is nan."]
+    assert control.should_training_stop
+    assert len(sentinel._losses) == 1  # that of a step without a gradient is no measure of later ones
+
+
 def test_without_ourshard_it_looks_at_the_gradients_of_this_process() -> None:
     model = torch.nn.Linear(2, 2)
     model.weight.grad = torch.full((2, 2), math.inf)
