@@ -157,16 +157,17 @@ class ShardCheckpointCallback(ShardTrainerCallback):
                 sharded_folder(folder, 0),
                 client_state={FILES: hashes},
                 replace=True,
-                then=functools.partial(self._retain, folder.parent.absolute()),
+                then=functools.partial(self._retain, folder.absolute()),
                 background=background,
                 several_disks=False,
             )
         except OSError as error:
             self._lose(f"{folder}: {error}", state.is_world_process_zero)
 
-    def _retain(self, root: Path) -> None:
+    def _retain(self, new: Path) -> None:
         """Remove older ones, on rank 0, now that a new one is in its place."""
-        for path in commit.retain(root, self.keep, inner=sharded_folder(Path(), 0).name) if self.keep else ():
+        inner = sharded_folder(Path(), 0).name
+        for path in commit.retain(new.parent, self.keep, inner=inner, besides=[new]) if self.keep else ():
             logger.info("Removed %s: keep is %d.", path, self.keep)
 
     def _wait(self) -> None:

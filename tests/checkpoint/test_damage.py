@@ -164,6 +164,8 @@ HOSTILE: dict[str, Callable[[Any], object]] = {
     "an array of objects": lambda body: body.update(
         scaler={"$": "array", "dtype": "|O", "shape": [1], "value": "AAAAAAAAAAA="}
     ),
+    "a scalar that is a list": lambda body: body["scalars"]["step"][0].update(value=[]),
+    "files of a kind that is no text": lambda body: body["files"][0].update(group=[0]),
     "a scalar that is text": lambda body: body["scalars"]["step"][0].update(value="three"),
 }
 

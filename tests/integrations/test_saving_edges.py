@@ -179,6 +179,96 @@ def test_state_of_rows_with_room_between_them_comes_back_from_a_whole_save(
         assert saved == loaded
 
 
+class Pair(nn.Module):
+    """Two matrices; rows of the first are on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 71, bias=False), nn.Linear(71, 3, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(rows)))
+
+
+def step_pair(model: Any, optimizer: Any, which: range) -> list[float]:
+    losses = []
+    for step in which:
+        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        losses.append(model(rows).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def frozen_for_a_while(root: str, config: dict[str, Any], kind: type[torch.optim.Optimizer]) -> list[float]:
+    """Save with all trained; load with the first matrix frozen, step, save; load that, step, thaw it, step."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    def made(trained: bool) -> Any:
+        accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 3, "persist_below": 0, **config}))
+        model = Pair()
+        model.first.requires_grad_(trained)
+        return accelerator, *accelerator.prepare(model, kind(model.parameters(), lr=0.01))
+
+    accelerator, model, optimizer = made(trained=True)
+    losses = step_pair(model, optimizer, range(2))
+    accelerator.save_state(f"{root}/trained")
+    accelerator.free_memory()
+    for name, which in (("trained", range(2, 3)), ("frozen", range(3, 4))):
+        accelerator, model, optimizer = made(trained=False)
+        accelerator.load_state(f"{root}/{name}")
+        losses += step_pair(model, optimizer, which)
+        if name == "trained":
+            accelerator.save_state(f"{root}/frozen")
+            accelerator.free_memory()
+    model.first.requires_grad_(True)
+    return losses + step_pair(model, optimizer, range(4, 6))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Muon])
+@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+def test_state_waits_for_a_parameter_that_is_frozen_when_it_is_loaded(
+    ranks: Any, tmp_path: Path, config: dict[str, Any], kind: type[torch.optim.Optimizer]
+) -> None:
+    """CASES X09. Rows of other elements, or none, were there once it was trained again."""
+    model = Pair()
+    optimizer = kind(model.parameters(), lr=0.01)
+    expected = step_pair(model, optimizer, range(2))
+    model.first.requires_grad_(False)
+    expected += step_pair(model, optimizer, range(2, 4))
+    model.first.requires_grad_(True)
+    expected += step_pair(model, optimizer, range(4, 6))
+    for losses in ranks(2)(frozen_for_a_while, str(tmp_path), config, kind):
+        assert losses == pytest.approx(expected, abs=1e-7)
+
+
+def made_and_frozen(root: str) -> list[bool]:
+    """Save whole with a frozen parameter in a group; load where it is trained."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    for trained in (False, True):
+        accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": 3, "persist_below": 0, **FULL}))
+        model = Pair()
+        model.first.requires_grad_(trained)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        if trained:
+            accelerator.load_state(root)
+        else:
+            step_pair(model, optimizer, range(1))
+            accelerator.save_state(root)
+        accelerator.free_memory()
+    return sorted(bool(optimizer.state.get(parameter)) for parameter in optimizer.param_groups[0]["params"])
+
+
+def test_a_parameter_that_was_frozen_when_it_was_saved_whole_can_be_trained(ranks: Any, tmp_path: Path) -> None:
+    """It was refused as one of another group; torch's own optimizers take it."""
+    assert ranks(2)(made_and_frozen, str(tmp_path)) == [[False, True]] * 2
+
+
 class InBlocks(torch.optim.Optimizer):
     """Keeps a scale for each four neighbours, as 8-bit optimizers do, or moments in a dict."""
 
@@ -217,6 +307,25 @@ def test_state_of_one_ranks_rows_that_cannot_be_cut_anew_is_refused(
     """Once the first rank's was saved for all, without a word."""
     for told in ranks(2)(save_parts, str(tmp_path), config, nested):
         assert "in a dict" in told if nested else "of shape (" in told
+
+
+def saved_with_lower_numbers(root: str) -> list[list[str]]:
+    """Keep one; save numbers that are below what an earlier run, or another series, has left."""
+    import torch.distributed as dist
+
+    accelerator, *_ = prepared({"stage": 3, "checkpoint": {"keep": 1}})
+    told = []
+    for name in ("step_100", "epoch_1", "epoch_2"):
+        accelerator.save_state(f"{root}/{name}")
+        dist.barrier()
+        told.append(sorted(path.name for path in Path(root).iterdir()))
+    return told
+
+
+def test_what_was_just_saved_stays_whatever_its_number(ranks: Any, tmp_path: Path) -> None:
+    """It was removed as soon as it was complete."""
+    for told in ranks(2)(saved_with_lower_numbers, str(tmp_path)):
+        assert told == [["step_100"], ["epoch_1", "step_100"], ["epoch_2", "step_100"]]
 
 
 def grown(root: str) -> dict[str, Any]:

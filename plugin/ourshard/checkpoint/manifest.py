@@ -290,6 +290,8 @@ def load_file(entry: Mapping[str, Any]) -> FileRecord:
         PieceRecord(str(name), int(start), int(stop), str(digest)) for name, start, stop, digest in entry["pieces"]
     )
     record = FileRecord(**{**entry, "pieces": pieces})
+    if not isinstance(record.group, str):
+        raise CheckpointError(f"{record.path}: {record.group!r} is no kind of state")
     inside(Path(), record.path)
     if not 0 <= record.head_nbytes <= record.nbytes:
         raise CheckpointError(f"{record.path}: {record.nbytes} bytes with a head of {record.head_nbytes}")
@@ -314,6 +316,8 @@ def load_scalars(table: Mapping[str, Any]) -> dict[TensorKey, torch.Tensor]:
     for kind, groups in table.items():
         for group in groups:
             tensor = torch.tensor(plain.decode(group["value"]), dtype=DTYPES[group["dtype"]])
+            if tensor.dim():
+                raise CheckpointError(f"{kind}: {group['value']!r} is no number")
             for name in group["names"]:
                 scalars[TensorKey(kind, name)] = tensor
     return scalars

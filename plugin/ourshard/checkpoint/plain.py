@@ -76,6 +76,8 @@ def _encode_binary(value: Any, where: str) -> Any:
     if isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in _SAFE_NUMPY_KINDS:
         tag = "array" if isinstance(value, numpy.ndarray) else "number"
         return {TAG: tag, "dtype": value.dtype.str, "shape": list(value.shape), "value": _to_text(value.tobytes())}
+    if type(value) is complex:
+        return {TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
     if isinstance(value, (bytes, bytearray)):
         return {TAG: "bytes", "value": _to_text(bytes(value))}
     if isinstance(value, int | float | str):  # subclasses: enums, text of numpy
@@ -114,6 +116,7 @@ def _decode_dtype(value: Mapping[str, Any]) -> torch.dtype:
 
 _DECODERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "float": lambda value: float(value["value"]),
+    "complex": lambda value: complex(*map(float, value["value"])),
     "tuple": lambda value: tuple(decode(value["value"])),
     "set": lambda value: set(decode(value["value"])),
     "dict": lambda value: {decode(key): decode(item) for key, item in value["value"]},

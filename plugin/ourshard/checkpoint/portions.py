@@ -42,12 +42,25 @@ class Portion:
     whole: bool  # every rank holds the parameter whole
     stepped: torch.Tensor  # what stands for it in an optimizer's groups
     offset: int  # of these elements in `stepped`, flattened
+    resting: bool = False  # `stepped` is a handle, which no run stands for, as a parameter that is not trained
     owner: bool | None = None  # one rank steps it whole and has all of its state: this one or not; None: no such rank
 
     @property
     def numel(self) -> int:
         """Count the elements that are here."""
         return self.stop - self.start
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of a state that has one value an element; at rest it is of the elements that are here."""
+        return (max(1, self.numel),) if self.resting else tuple(self.stepped.shape)
+
+    def elements(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the values of these elements, 1-d, in a state that has one an element of what is stepped."""
+        flat = state.detach().reshape(-1)
+        if self.resting and tuple(state.shape) == self.shape:  # of before the model was sharded
+            return flat[self.start : self.stop]
+        return flat[self.offset :][: self.numel]
 
     def boxes(self, flat: torch.Tensor, to_host: ToHost) -> list[LocalBox]:
         """Return the boxes that a flat tensor of these elements covers, where `to_host` puts them."""
@@ -108,6 +121,7 @@ def _of_lane(number: int, lane: Lane, disk: Disk) -> Iterator[Portion]:
             whole=lane.placement.whole,
             stepped=run.parameter if run is not None else lane.resting[position],
             offset=_offset(run, rows) if run is not None else 0,
+            resting=run is None and not lane.placement.whole,
             owner=run.owner == lane.spread.rank if run is not None and run.owner is not None else None,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.optim import put_away
+from ourshard.runtime.optim import has_owners, put_away
 from ourshard.runtime.run import Run
 from ourshard.runtime.states import problem_of_parts
 
@@ -74,8 +74,8 @@ def take_state(
                     boxes[TensorKey(key, portion.name)] = [LocalBox(portion.shape, whole)]
             elif _is_elementwise(value, portion):
                 if portion.writes:
-                    own = value.detach().reshape(-1)[portion.offset :][: portion.numel]
-                    boxes.setdefault(TensorKey(key, portion.name), []).extend(portion.boxes(own, to_host))
+                    parts = portion.boxes(portion.elements(value), to_host)
+                    boxes.setdefault(TensorKey(key, portion.name), []).extend(parts)
             elif isinstance(value, torch.Tensor) and not value.shape:
                 if gives:
                     boxes[TensorKey(key, portion.name)] = [LocalBox((), value.detach().cpu().clone())]
@@ -98,11 +98,12 @@ def join_rest(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Sta
 def _is_elementwise(value: Any, portion: Portion) -> bool:
     if portion.owner is not None:
         return False
-    return isinstance(value, torch.Tensor) and value.shape == portion.stepped.shape and value.dim() > 0
+    shapes = {portion.state_shape, portion.shape} if portion.resting else {portion.state_shape}
+    return isinstance(value, torch.Tensor) and tuple(value.shape) in shapes and value.dim() > 0
 
 
 def _refuse_parts(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
-    if not portion.whole and portion.owner is None:
+    if not portion.whole and not portion.resting and portion.owner is None:
         problem = problem_of_parts(optimizer, key, value, portion.name)
         if problem is not None:
             raise ValueError(problem)
@@ -225,7 +226,7 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
         for stepped in group["params"]:
             if id(stepped) not in beside:  # of another model
                 continue
-            state = _state_of(stepped, beside[id(stepped)], saved, on_device)
+            state = _state_of(stepped, beside[id(stepped)], saved, on_device, has_owners(optimizer))
             if state:
                 optimizer.state[stepped] = state
                 put_away(optimizer, stepped)
@@ -254,8 +255,10 @@ def _options_of(values: Mapping[str, Any], group: Mapping[str, Any], source: Sou
     return {key: value for key, value in options.items() if key in known}
 
 
-def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState, on_device: bool) -> State:
-    """Return the state of one stepped tensor, which stands for all of `parts`."""
+def _state_of(
+    stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState, on_device: bool, owners: bool
+) -> State:
+    """Return the state of one stepped tensor, which stands for all of `parts`; `owners`: each is stepped whole."""
     first = parts[0]
     if first.owner is False:
         return {}
@@ -265,7 +268,8 @@ def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState
     }
     for key, info in saved.tensors(first.name).items():
         if is_elementwise(info, first):
-            state[key] = _elements(key, stepped, parts, saved)
+            whole = bool(first.owner or (first.resting and owners))
+            state[key] = _elements(key, stepped, parts, saved, whole=whole)
         else:
             value = saved.source.read(info.key).clone()
             state[key] = value.to(stepped.device) if on_device and key == "step" else value
@@ -275,15 +279,17 @@ def _state_of(stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState
     return state
 
 
-def _elements(key: str, stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState) -> torch.Tensor:
+def _elements(
+    key: str, stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState, *, whole: bool
+) -> torch.Tensor:
     infos = [saved.tensors(part.name)[key] for part in parts]
     master = saved.source.tensors[TensorKey(PARAM, saved.names[parts[0].name])]
     follows = infos[0].dtype == master.dtype and stepped.is_floating_point()
     dtype = stepped.dtype if follows else infos[0].dtype
-    if parts[0].owner:
+    if whole:
         return saved.source.read(infos[0].key).to(stepped.device, dtype, copy=True)
-    whole = torch.zeros(stepped.shape, dtype=dtype, device=stepped.device)
+    own = torch.zeros(parts[0].state_shape, dtype=dtype, device=stepped.device)
     for part, info in zip(parts, infos, strict=True):
-        flat = whole.view(-1)[part.offset : part.offset + part.numel]
+        flat = own.view(-1)[part.offset : part.offset + part.numel]
         flat.copy_(saved.source.read_run(info.key, part.start, part.stop))
-    return whole
+    return own

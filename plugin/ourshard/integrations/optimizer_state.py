@@ -18,7 +18,7 @@ from ourshard.checkpoint.coding import begin_anew
 from ourshard.checkpoint.stepping import other_kinds
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.optim import put_away
+from ourshard.runtime.optim import has_owners, put_away
 from ourshard.runtime.run import Run
 from ourshard.runtime.states import problem_of_parts
 from ourshard.runtime.wording import shorten
@@ -33,12 +33,27 @@ class _Piece(NamedTuple):
     group: int
     lane: Lane
     position: int
-    run: Run | None  # None: a whole parameter, which the user's own tensor is
+    run: Run | None  # None: a whole parameter, which the user's own tensor is, or one that is not trained
 
     @property
     def owner(self) -> int | None:
         """Return the rank of the shard axis that steps it whole, and has all of its state; None without one."""
         return self.run.owner if self.run is not None else None
+
+    @property
+    def rests(self) -> bool:
+        """Tell whether the group has the handle of a sharded parameter, whose state is of elements that are here."""
+        return self.run is None and not self.lane.placement.whole
+
+    @property
+    def rows_numel(self) -> int:
+        """Count the elements that are on this rank."""
+        return self.lane.rows(self.position).numel(self.lane.layout.tensors[self.position].granule)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of a state that has one value an element."""
+        return (max(1, self.rows_numel),) if self.rests else tuple(_stepped(self).shape)
 
 
 class _AtOwner(NamedTuple):
@@ -102,7 +117,7 @@ def _pieces(optimizer: Optimizer, engines: Sequence[Engine]) -> Iterator[_Piece]
                     for position in run.positions:
                         yield _Piece(_key(number, lane, position), places[id(run.parameter)], lane, position, run)
             for position, parameter in enumerate(lane.resting):
-                if lane.placement.whole and lane.trainable and id(parameter) in places:
+                if id(parameter) in places:
                     yield _Piece(_key(number, lane, position), places[id(parameter)], lane, position, None)
 
 
@@ -120,8 +135,9 @@ def _state(optimizer: Optimizer, piece: _Piece) -> State:
 
 
 def _is_elementwise(value: Any, piece: _Piece) -> bool:
-    stepped = _stepped(piece)
-    return isinstance(value, torch.Tensor) and value.shape == stepped.shape and value.dim() > 0
+    shape = piece.lane.parameters[piece.position].shape
+    shapes = {piece.state_shape, tuple(shape)} if piece.rests else {piece.state_shape}
+    return isinstance(value, torch.Tensor) and tuple(value.shape) in shapes and value.dim() > 0
 
 
 def _scalars(optimizer: Optimizer, piece: _Piece) -> State:
@@ -176,11 +192,15 @@ def _gather_lane(
 
 def _rows_of(value: torch.Tensor, piece: _Piece) -> torch.Tensor:
     """Return the part of a state tensor that belongs to one parameter, in the shape of this rank's rows of it."""
+    lane, position = piece.lane, piece.position
+    shape = lane.local_rows(position).shape
+    if piece.rests and tuple(value.shape) == tuple(lane.parameters[position].shape):  # of before it was sharded
+        return _own_rows(value, piece)
+    if piece.rests:
+        return value[: piece.rows_numel].view(shape)
     if piece.run is None:
-        return value.view(piece.lane.local_rows(piece.position).shape)
-    rows = piece.lane.rows(piece.position)
-    numel = rows.numel(piece.lane.layout.tensors[piece.position].granule)
-    return value[rows.offset - piece.run.start :][:numel].view(piece.lane.local_rows(piece.position).shape)
+        return value.view(shape)
+    return value[lane.rows(position).offset - piece.run.start :][: piece.rows_numel].view(shape)
 
 
 def load(optimizer: Optimizer, engines: Sequence[Engine], path: Path) -> None:
@@ -211,6 +231,9 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
         if elsewhere or all(state is None for state in whole):
             optimizer.state.pop(_stepped(pieces[0]), None)
         else:
+            if pieces[0].rests and has_owners(optimizer):  # for the owner, once it is trained
+                optimizer.state[_stepped(pieces[0])] = dict(whole[0] or {})
+                continue
             group = optimizer.param_groups[pieces[0].group]
             on_device = bool(group.get("fused") or group.get("capturable"))
             optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], on_device)
@@ -230,7 +253,8 @@ def keys_by_group(optimizer: Optimizer, engines: Sequence[Engine]) -> list[set[s
 def _check_groups(optimizer: Optimizer, engines: Sequence[Engine], saved: list[dict[str, Any]], path: Path) -> None:
     mine = keys_by_group(optimizer, engines)
     known = [set(group["params"]) for group in saved]
-    strange = sorted(key for n, keys in enumerate(mine) for key in keys - (known[n] if n < len(known) else set()))
+    trained = {p.key for p in _pieces(optimizer, engines) if p.lane.leaves[p.position].requires_grad}
+    strange = sorted(k for n, keys in enumerate(mine) for k in keys & trained - (known[n] if n < len(known) else set()))
     if len(known) != len(mine) or strange:
         raise ValueError(
             f"load_state: {path} has {len(known)} parameter groups, the optimizer {len(mine)}; not in the same group "
@@ -286,7 +310,7 @@ def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
     stepped = _stepped(pieces[0])
     for key, value in whole[0].items():
         if _has_an_element_each(key, value, pieces[0]):
-            own = torch.zeros(stepped.shape, dtype=value.dtype, device=stepped.device)
+            own = torch.zeros(pieces[0].state_shape, dtype=value.dtype, device=stepped.device)
             for states, piece in zip(whole, pieces, strict=True):
                 _rows_of(own, piece).copy_(_own_rows(states[key], piece))
             state[key] = own

@@ -49,10 +49,11 @@ def limit_of(project: Any, config: CheckpointConfig) -> int | None:
 
 
 def clear(location: Path, limit: int | None, inner: str = FOLDER) -> None:
-    """Remove old checkpoints beside a new one that is complete. On one rank, without collectives."""
+    """Remove old checkpoints beside a new one that is complete, whatever its number. One rank alone, no collectives."""
     if limit is None:
         return
-    for path in commit.retain(location.absolute().parent, limit, inner=inner, of_others=problem_of_whole):
+    new = location.absolute()
+    for path in commit.retain(new.parent, limit, inner=inner, besides=[new], of_others=problem_of_whole):
         logger.info("Removed %s: %d checkpoints are kept.", path, limit)
 
 

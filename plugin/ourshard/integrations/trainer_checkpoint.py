@@ -150,6 +150,7 @@ def _clear_up(folder: Path, limit: int | None, kept: list[Path]) -> None:
     """Name the checkpoint that is now in its place the latest, and remove old ones. On rank 0, without collectives."""
     root, inner = folder.parent, sharded_folder(Path(), 0).name
     commit.set_latest(root, folder.name)
+    kept = [folder, *kept]  # whatever its number: others may be of a run before
     for path in commit.retain(root, limit, inner=inner, besides=kept) if limit is not None and limit > 0 else ():
         logger.info("Removed %s: save_total_limit is %d.", path, limit)
 

@@ -201,7 +201,7 @@ def _between(lane: Lane, left: int, right: int) -> bool:
 
 
 def _move_state(optimizer: Optimizer, run: Run, states: dict[int, Any]) -> None:
-    """Carry state that the optimizer had for a whole parameter over to this rank's rows of it."""
+    """Carry state that the optimizer had for a whole parameter, or for this rank's rows of it, over to the run."""
     state = states[run.positions[0]]
     if not state:
         return
@@ -211,6 +211,8 @@ def _move_state(optimizer: Optimizer, run: Run, states: dict[int, Any]) -> None:
     granule = lane.layout.tensors[position].granule
 
     def cut(key: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.shape == run.parameter.shape and value.shape != shape:
+            return value.to(run.parameter.device)  # what a load has left for a parameter that was not trained
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape) or key == "step":
             return value
         if not rows.rows:
