@@ -60,6 +60,13 @@ def test_a_translation_says_what_belongs_to_the_trainer_and_what_has_no_meaning(
     assert load(tmp_path / "new.yaml")["mixed_precision"] == "bf16"
 
 
+def test_a_precision_that_deepspeed_has_no_word_for_is_noted(tmp_path: Path) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text("distributed_type: OURSHARD\nmixed_precision: fp8\nourshard_config: {stage: 2}\n")
+    printed = run("translate", old, "-o", tmp_path / "ds.yaml", "--to", "deepspeed")
+    assert "note: mixed_precision: 'fp8' can't be said in DeepSpeed" in printed
+
+
 def test_a_ds_config_can_be_written_alone(tmp_path: Path) -> None:
     run("translate", FILES / "accelerate_zero3.yaml", "-o", tmp_path / "ds.json", "--to", "deepspeed")
     values = json.loads((tmp_path / "ds.json").read_text())
@@ -69,7 +76,7 @@ def test_a_ds_config_can_be_written_alone(tmp_path: Path) -> None:
 
 def test_sharded_copies_go_to_fsdp_and_back(tmp_path: Path) -> None:
     old = tmp_path / "old.yaml"
-    old.write_text("distributed_type: OURSHARD\nnum_processes: 8\nourshard_config: {shard_size: 4}\n")
+    old.write_text("distributed_type: OURSHARD\nnum_processes: '8'\nourshard_config: {shard_size: 4}\n")
     assert "note:" not in run("translate", old, "-o", tmp_path / "fsdp.yaml", "--to", "fsdp")
     assert "fsdp_offload_params: false " in (text := (tmp_path / "fsdp.yaml").read_text())
     assert "# offload.params: none" in text  # what each key is here
@@ -82,6 +89,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     output.write_text("kept")
     assert "already there" in run("translate", FILES / "fsdp1.yaml", "-o", output, code=2)
     assert output.read_text() == "kept"
+    assert "Is a directory" in run("translate", FILES / "fsdp1.yaml", "-o", tmp_path, "--force", code=2)
     run("translate", FILES / "fsdp1.yaml", "-o", output, "--force")
     assert output.read_text() != "kept"
 

@@ -48,10 +48,10 @@ SHORT_FORM = "Short form: stage=3,offload.optimizer=cpu."
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """End the command with the message alone when the user's input is wrong."""
+    """End the command with the message alone when the user's input is wrong, or a file can't be written."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
 

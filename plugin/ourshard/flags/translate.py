@@ -12,6 +12,7 @@ from ourshard.flags import native
 from ourshard.flags.deepspeed import to_deepspeed
 from ourshard.flags.files import load
 from ourshard.flags.fsdp import FSDP, to_fsdp, to_parallelism
+from ourshard.flags.language import Kind, normalise
 from ourshard.flags.result import RUN, FlagResult
 from ourshard.flags.sources import SECTIONS, read_document
 from ourshard.values import flatten, unflatten
@@ -83,7 +84,8 @@ def elsewhere(result: FlagResult, handed_over: Collection[str] = ()) -> tuple[st
 
 
 def _to_fsdp(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
-    ranks = kept.get("num_processes")
+    said = kept.get("num_processes")
+    ranks = None if said is None else normalise(Kind.INT, said, "num_processes")
     section, notes = to_fsdp(result.config, ranks)
     beside = to_parallelism(result.config, ranks)
     document = {"distributed_type": "FSDP", **kept, "fsdp_config": section}
@@ -103,6 +105,12 @@ def _to_deepspeed(kept: Mapping[str, Any], result: FlagResult, output: Path, old
     values, notes = to_deepspeed(result.config)
     for dtype in ("bf16", "fp16") if "mixed_precision" in kept else ():  # Accelerate refuses it beside a file
         values[dtype]["enabled"] = kept["mixed_precision"] == dtype
+    precision = kept.get("mixed_precision")
+    if precision not in (None, False, "no", "bf16", "fp16"):
+        notes = (
+            *notes,
+            f"mixed_precision: {precision!r} can't be said in DeepSpeed, which has bf16 and fp16.",
+        )
     text = json.dumps(values, indent=2) + "\n"
     if output.suffix == ".json":
         return Translation({output: text}, notes)
