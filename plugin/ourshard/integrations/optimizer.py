@@ -95,7 +95,32 @@ def refuse_strangers(optimizer: Optimizer) -> None:
 
     Looked for at the first step and not in `prepare`, because models may be prepared after their optimizer.
     """
-    engines = [engine for engine in ENGINES if engine.mesh.world.size > 1]
+    strange = _strangers(optimizer) if dist.is_initialized() and dist.get_world_size() > 1 else ""
+    if strange:
+        raise ValueError(
+            f"The {type(optimizer).__name__} steps parameters of no model that was prepared: {strange}. Their "
+            "gradients stay on each rank, which would train them apart. Prepare the module that owns them."
+        )
+
+
+def refuse_to_save_strangers(optimizers: Iterable[Optimizer]) -> None:
+    """Raise `ValueError` if an optimizer steps parameters of no sharded model, as one rank alone may.
+
+    A checkpoint holds state by the names of the models that were prepared.
+    """
+    for optimizer in optimizers:
+        strange = _strangers(optimizer)
+        if strange:
+            raise ValueError(
+                f"save_state: the {type(optimizer).__name__} steps parameters of no model that was prepared: "
+                f"{strange}. Their state has no names to be saved by. Prepare the module that owns them."
+            )
+
+
+def _strangers(optimizer: Optimizer) -> str:
+    """Name parameters of an optimizer that are of no sharded model; "" if there are none."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    engines = [engine for engine in ENGINES if not several or engine.mesh.world.size > 1]
     models = [engine.model() for engine in engines]
     known = {id(parameter) for model in models if model is not None for parameter in model.parameters()}
     known |= {id(run.parameter) for engine in engines for lane in engine.lanes() for run in lane.runs}
@@ -105,9 +130,4 @@ def refuse_strangers(optimizer: Optimizer) -> None:
         for parameter in group["params"]
         if id(parameter) not in known
     ]
-    if strange and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"The {type(optimizer).__name__} steps parameters of no model that was prepared: {', '.join(strange[:5])}"
-            f"{', ...' if len(strange) > 5 else ''}. Their gradients stay on each rank, which would train them apart. "
-            "Prepare the module that owns them."
-        )
+    return f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}"

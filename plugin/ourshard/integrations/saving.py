@@ -30,6 +30,7 @@ from ourshard.checkpoint.source import CheckpointError
 from ourshard.config import CheckpointFormat
 from ourshard.integrations import foreign_resume, models, optimizer_state, planned_files, retention, stopping
 from ourshard.integrations.beside_files import FILES, files_problem, hashes_of
+from ourshard.integrations.optimizer import refuse_to_save_strangers
 from ourshard.integrations.planned_files import Outlines, Planned, Taken, plan_of
 from ourshard.integrations.retention import OPTIMIZER_FILE
 from ourshard.runtime import api
@@ -149,6 +150,8 @@ class SavingMixin(_Base):
         accelerate has written over its own files of that save, which `load_state` then says.
         """
         engines = self._engines()
+        if engines:
+            refuse_to_save_strangers(each.optimizer for each in self._optimizers)
         if output_dir is not None and engines:
             output_dir = os.path.expanduser(output_dir)  # as `load_state` does
         if engines and engines[0].config.checkpoint.format is not CheckpointFormat.FULL:
