@@ -163,6 +163,45 @@ def test_methods_other_than_forward_that_call_submodules_work_with_gradient(rank
     ranks(2)(call_methods, config)
 
 
+def call_a_unit(stage: int) -> None:
+    """Compare a unit's module that is called on its own, around another unit and in bf16, with a plain one."""
+    import ourshard
+
+    def make() -> nn.ModuleDict:
+        torch.manual_seed(0)
+        inner, outer = Block(), Block()
+        outer.inner, outer.last = inner, nn.LayerNorm(WIDTH)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            x = inner(outer.norm(x)) @ outer.up.weight.t()[:, :WIDTH]
+            assert outer.norm.weight.dtype == outer.last.weight.dtype == torch.bfloat16  # not the masters
+            return outer.last(x)
+
+        outer.forward = forward
+        return nn.ModuleDict({"outer": outer})
+
+    wrap = {"modules": ["outer", "outer.inner"]}
+    precision = {"param_dtype": "bfloat16"}
+    model, plain = make(), make().to(torch.bfloat16)
+    ourshard.shard_model(model, {"stage": stage, "persist_below": 20, "wrap": wrap, "precision": precision})
+    rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.equal(model["outer"](rows), plain["outer"](rows))
+        assert model["outer"].last.weight.dtype == torch.float32  # the master, once more
+    for made in (model, plain):
+        made["outer"](rows).pow(2).sum().backward()
+    for name in ("norm", "last", "inner.norm"):
+        mine, theirs = (made["outer"].get_submodule(name).weight for made in (model, plain))
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine.grad, theirs.grad.float())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_unit_that_is_called_on_its_own_has_its_small_parameters(ranks, stage):
+    ranks(2)(call_a_unit, stage)
+
+
 def read_outside(config: dict[str, Any]) -> dict[str, str]:
     both = pair(config, Library)
     told = {}

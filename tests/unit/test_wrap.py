@@ -6,9 +6,12 @@ import logging
 
 import ourshard
 import pytest
+from ourshard.config import WrapConfig
+from ourshard.runtime import inventory
+from ourshard.runtime.inventory import take_stock
 from torch import nn
 
-from tests.ranks.nets import Block, llama
+from tests.ranks.nets import WIDTH, Block, Toy, llama
 
 
 def units(model: nn.Module, **wrap: object) -> list[str]:
@@ -55,3 +58,24 @@ def test_a_large_embedding_and_head_are_units_of_their_own_and_the_summary_says_
     assert (numel["0.weight"], numel["3.weight"]) == (40_000 * 32, 50_000 * 32)
     assert {"1", "2"} <= set(numel)
     assert "the largest unit 3.weight with 1,600,000" in engine.summary()
+
+
+def owners(model: nn.Module, small_numel: int) -> dict[str, set[str]]:
+    """Return the short names of the parameters of each unit."""
+    stock = take_stock(model, WrapConfig(), small_numel=small_numel)
+    return {entry.name or "root": {p.name.removeprefix(f"{entry.name}.") for p in entry.parameters} for entry in stock}
+
+
+def test_small_parameters_of_units_go_with_the_roots_but_not_where_a_unit_has_no_others_or_they_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    norms = {f"blocks.{index}.norm.{name}" for index in range(2) for name in ("weight", "bias")}
+    model = Toy(blocks=2)
+    large = {"up.weight", "up.bias", "down.weight"}
+    roots = {f"{layer}.{name}" for layer in ("first", "last") for name in ("weight", "bias")}
+    assert owners(model, 20) == {"blocks.0": large, "blocks.1": large, "root": roots | norms}
+    each = large | {"norm.weight", "norm.bias"}
+    apart = {"blocks.0": each, "blocks.1": each, "root": roots}
+    assert owners(model, 1000) == apart
+    monkeypatch.setattr(inventory, "RIDERS_NUMEL", 4 * WIDTH - 1)
+    assert owners(model, 20) == apart

@@ -15,7 +15,7 @@ from ourshard.runtime.casting import dtype_named
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
-from ourshard.runtime.inventory import merge_numel, take_stock
+from ourshard.runtime.inventory import merge_numel, small_numel, take_stock
 from ourshard.runtime.lane_plan import LaneRules, plan_lanes
 from ourshard.runtime.placement import At, Placement
 from ourshard.runtime.tiers import with_tiers
@@ -150,7 +150,8 @@ def plan_model(
     rules = LaneRules(config, mesh.shard, mesh.replicate, cast_small)
     reduce_dtype = dtype_named(config.precision.reduce_dtype)
     units = []
-    stock = take_stock(model, config.wrap, merge_numel(config, torch.device("cuda" if gpu else "cpu")))
+    small = small_numel(config, mesh.shard, mesh.replicate)
+    stock = take_stock(model, config.wrap, merge_numel(config, torch.device("cuda" if gpu else "cpu")), small)
     layouts = with_tiers([plan_lanes(entry.parameters, rules) for entry in stock], config.offload)
     for entry, layout in zip(stock, layouts, strict=True):
         lanes = tuple(_lane(lane, reduce_dtype, config, mesh, rooted=entry.rooted) for lane in layout.lanes)

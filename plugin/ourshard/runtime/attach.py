@@ -7,6 +7,8 @@ from torch import nn
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.graphs import GraphedForward
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks
+from ourshard.runtime.lane import Lane
+from ourshard.runtime.unit import Unit
 
 
 def attach(engine: Engine, model: nn.Module) -> None:
@@ -16,6 +18,7 @@ def attach(engine: Engine, model: nn.Module) -> None:
     else:
         RootHooks(engine).attach(model)
     for unit in engine.units:
+        unit.guests = _guests(engine, unit)
         for module in unit.modules:
             UnitHooks(unit).attach(module)
         if unit.rooted and unit is not engine.root:
@@ -24,6 +27,13 @@ def attach(engine: Engine, model: nn.Module) -> None:
                     engine.own_hooks.add(leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient).id)
     _open_doors(engine, model)
     ENGINES.add(engine)
+
+
+def _guests(engine: Engine, unit: Unit) -> list[Lane]:
+    """Return the root's lanes of whole parameters that have some inside of a unit's modules."""
+    inside = {id(m) for module in unit.modules for m in module.modules()}
+    lanes = [lane for lane in engine.root.lanes if lane.placement.whole]
+    return [lane for lane in lanes if any(id(site.module) in inside for p in lane.parameters for site in p.sites)]
 
 
 def _open_doors(engine: Engine, model: nn.Module) -> None:

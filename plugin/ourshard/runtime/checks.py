@@ -15,7 +15,7 @@ from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
-from ourshard.runtime.inventory import Parameter, UnitParameters, merge_numel, take_stock
+from ourshard.runtime.inventory import Parameter, UnitParameters, merge_numel, small_numel, take_stock
 from ourshard.runtime.lazy import source_of
 from ourshard.runtime.links import assumed
 from ourshard.runtime.quantized import refuse_quantized
@@ -40,7 +40,9 @@ def checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
         refuse_quantized(model)
         _refuse_scripted(model)
         _refuse_own_optimizers(model)
-        stock = take_stock(model, engine.config.wrap, merge_numel(engine.config, engine.mesh.device))
+        config, mesh = engine.config, engine.mesh
+        small = small_numel(config, mesh.shard.size, mesh.replicate.size)
+        stock = take_stock(model, config.wrap, merge_numel(config, mesh.device), small)
         _refuse_composed(stock)
         _refuse_shared(stock)
         _refuse_renormalisation(model, engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NoReturn
@@ -102,6 +102,7 @@ class Engine:
         self.replays = False  # the last forward was a graph's, which brings in what stays whole by itself
         self.replayed = 0  # how many were
         self._forward_depth = 0
+        self._doors = 0  # modules that are called on their own and under way
         self._held: list[Unit] = []
         self.in_flight = InFlight(self.streams)
         self.newcomers = Newcomers(self)
@@ -171,6 +172,7 @@ class Engine:
     def _open_forward(self) -> None:
         if self.in_backward is not None:
             self.in_backward.check_forward()
+        self._doors = 0  # one of which raised closes none
         grad = self.forward_has_grad = torch.is_grad_enabled()
         self.measuring.begin_phase("forward", counts=grad)
         if grad:
@@ -232,18 +234,20 @@ class Engine:
         if self.outside_of_forward and torch.is_grad_enabled():
             self.sync_backward = self.require_sync
 
-    def open_door(self) -> None:
-        """Make the root's parameters whole for a module that is called on its own."""
-        for unit in self.rooted:
+    def open_door(self, units: Sequence[Unit]) -> None:
+        """Make rooted units whole, the root among them, for a module that is called on its own. Doors nest."""
+        self._doors += 1
+        for unit in units:
             unit.require()
             unit.install()
 
-    def close_door(self, outputs: Any) -> None:
+    def close_door(self, units: Sequence[Unit], outputs: Any) -> None:
+        self._doors -= 1
         if torch.is_grad_enabled() and self.root.watch(outputs):
-            for unit in self.rooted:
+            for unit in units:
                 self.hold(unit)
-        elif not self.root.held:
-            for unit in self.rooted:
+        elif not self.root.held and not self._doors:
+            for unit in units:
                 unit.release()
 
     def hold(self, unit: Unit) -> None:
@@ -443,7 +447,7 @@ class Engine:
 
     def reset(self) -> None:
         """Make the model usable again after an exception in a forward or backward. Gradients are dropped."""
-        self._forward_depth = 0
+        self._forward_depth = self._doors = 0
         self.phase_is_backward = False
         self.measuring.abandon()
         self.schedule.abandon()

@@ -220,6 +220,8 @@ class UnitHooks:
         engine = unit.engine
         if engine.gathered_depth:
             return None
+        if not engine.forward_has_grad and self._is_alone():
+            engine.open_door((engine.root,))
         recomputing = unit.running
         unit.before_forward()
         if not torch.is_grad_enabled():
@@ -259,6 +261,12 @@ class UnitHooks:
             if not has_backward and unit.trainable:
                 unit.engine.hold(unit)  # it may have put its result where nobody looks: into an argument, say
         unit.after_forward(has_backward)
+        if not unit.engine.forward_has_grad and self._is_alone():
+            unit.engine.close_door((unit.engine.root,), outputs)
+
+    def _is_alone(self) -> bool:
+        """Say whether the module is called on its own and needs leaves of the root, which are not in their places."""
+        return self._unit.engine.outside_of_forward and any(not lane.direct for lane in self._unit.guests)
 
     def _kept(self, module: nn.Module) -> list[Any]:
         """Return results that the module kept in attributes (the auxiliary loss of a router, say): outputs too.
@@ -321,10 +329,10 @@ class DoorHooks:
     def before_forward(self, module: nn.Module, args: Any) -> None:
         if self._engine.outside_of_forward:
             self._engine.read_sync()
-            self._engine.open_door()
+            self._engine.open_door(self._engine.rooted)
 
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._engine.outside_of_forward:
-            self._engine.close_door(outputs)
+            self._engine.close_door(self._engine.rooted, outputs)
         elif self._engine.gathered_depth:
             self._engine.watch_gathered(outputs)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ourshard.config import ShardConfig, WrapConfig
 from ourshard.runtime.casting import dtype_named
+from ourshard.runtime.divided import effective_stage
 from ourshard.runtime.wrap import UnitModule, canonical, find_units
 
 
@@ -73,6 +74,7 @@ class UnitParameters:
 
 
 FIXTURE_NUMEL = 1_000_000  # a root parameter of this many elements is a unit of its own: it is reduced when it is ready
+RIDERS_NUMEL = 4_000_000  # their gradients in fp32, 16 MiB, take NCCL as long as one would (H200, NVLink)
 _MERGE_NBYTES = 64 * 2**20
 
 
@@ -88,11 +90,19 @@ def merge_numel(config: ShardConfig, device: torch.device) -> int:
     return nbytes // (dtype_named(config.precision.param_dtype) or torch.float32).itemsize
 
 
-def take_stock(model: nn.Module, config: WrapConfig, merge_numel: int = 0) -> list[UnitParameters]:
+def small_numel(config: ShardConfig, shards: int, replicas: int) -> int:
+    """Return the elements below which parameters are whole where others are not: none where all are."""
+    return config.persist_below if effective_stage(config, shards, replicas) else 0
+
+
+def take_stock(
+    model: nn.Module, config: WrapConfig, merge_numel: int = 0, small_numel: int = 0
+) -> list[UnitParameters]:
     """Return the units of `model` with their parameters, the root last.
 
     A parameter belongs to the innermost unit that holds all of its sites; one that several units share belongs
-    to the root, which is whole while any of them computes. Neighbouring units are merged up to `merge_numel` elements.
+    to the root, which is whole while any of them computes, and so do those of fewer than `small_numel` elements, which
+    are whole always. Neighbouring units are merged up to `merge_numel` elements.
     """
     units = find_units(model, config)
     owner = _innermost(model, units)
@@ -102,8 +112,24 @@ def take_stock(model: nn.Module, config: WrapConfig, merge_numel: int = 0) -> li
     for parameter in _parameters(model, ignored):
         owners = {owner[id(site.module)] for site in parameter.sites}
         stock[owners.pop() if len(owners) == 1 else None].parameters.append(parameter)
-    inner = _merged([entry for entry in stock.values() if entry.parameters and entry is not root], merge_numel)
+    inner = [entry for entry in stock.values() if entry.parameters and entry is not root]
+    _bring_together(inner, root, small_numel)
+    inner = _merged(inner, merge_numel)
     return [*inner, *(_fixtures(root) if inner else []), root]
+
+
+def _bring_together(inner: list[UnitParameters], root: UnitParameters, small_numel: int) -> None:
+    """Give small parameters of units to the root: one cast and one reduction, at the end of backward, for all of them.
+
+    A unit that has no others keeps them, and all do where together they are large: then they had better not wait.
+    """
+    riders = [[p for p in entry.parameters if p.numel < small_numel] for entry in inner]
+    moving = [(entry, own) for entry, own in zip(inner, riders, strict=True) if len(own) < len(entry.parameters)]
+    if sum(parameter.numel for _, own in moving for parameter in own) > RIDERS_NUMEL:
+        return
+    for entry, own in moving:
+        entry.parameters = [p for p in entry.parameters if p.numel >= small_numel]
+        root.parameters += own
 
 
 def _fixtures(root: UnitParameters) -> list[UnitParameters]:

@@ -79,6 +79,7 @@ class Unit:
         self.modules = modules  # whose forwards use it, in order; none for rooted units
         self.rooted = rooted  # whole from the root's forward to the end of backward
         self.lanes: list[Lane] = []
+        self.guests: list[Lane] = []  # the root's lanes of whole parameters that have some inside of `modules`
         self.whole = False
         self.is_ahead = False  # gathered and not asked for since
         self.installed = False
@@ -402,7 +403,8 @@ class Unit:
 
     @property
     def trainable(self) -> bool:
-        return bool(self._trainable)
+        """Say whether backwards come for parameters inside of its modules."""
+        return bool(self._trainable) or any(lane.trainable for lane in self.guests)
 
     def follow_trainable(self) -> None:
         """Take in which lanes train."""
