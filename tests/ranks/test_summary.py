@@ -26,7 +26,7 @@ def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -
     for words in (
         "stage 3 over 2 ranks on cpu",
         "7,040 parameters (7,040 trainable, 474 whole on every rank",
-        "in 3 units, 5 lanes, the largest unit blocks.1 with 4,556",
+        "in 3 units, 3 lanes, the largest unit blocks.1 with 4,489",
         "bfloat16/float32/float32",
         "masters and optimizer on the host, parameters on the device",
         "MiB",

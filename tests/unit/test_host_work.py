@@ -3,6 +3,7 @@
 One process plays rank 0 of two under torch's fake process group, so that nothing but the engine's own work is seen.
 """
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -77,11 +78,13 @@ def calls_of(step: Callable[[], None]) -> int:
         nonlocal count
         count += event in ("call", "c_call") and "/ourshard/" in frame.f_code.co_filename
 
+    gc.disable()  # what it would find is closed by code of ourshard, too
     sys.setprofile(profile)
     try:
         step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
@@ -103,9 +106,12 @@ class Seen(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("stage", "most"), [(1, 145), (2, 145), (3, 185)])
+@pytest.mark.parametrize(("stage", "most"), [(1, 145), (2, 145), (3, 180)])
 def test_the_calls_for_a_unit_and_step_are_bounded(stage: int, most: int):
-    few, many = map(calls_of, [make_step(stage, 3), make_step(stage, 7)])  # both there: a step looks at all engines
+    steps = [make_step(stage, layers) for layers in (3, 7)]  # both there: a step looks at all engines
+    for step in steps:
+        step()  # an optimizer adopts anew once another model is there
+    few, many = map(calls_of, steps)
     assert (many - few) / 4 <= most
 
 
@@ -130,9 +136,9 @@ def make_plain_step(layers: int) -> Callable[[], None]:
     return step
 
 
-# Stage 1: a view for the boundary; the gradients' place, copy, scatter, division, cast and gaps between them; the
-# masters' cast and gather. At stage 3 these come twice.
-@pytest.mark.parametrize(("stage", "most"), [(1, 11), (2, 11), (3, 13)])
+# Stage 1: a view for the boundary; the gradients' place, copy, scatter, division and cast; the masters' cast and
+# gather. At stage 3 these come twice. Gaps between gradients are zeroed once, in the buffer of all units of a backward.
+@pytest.mark.parametrize(("stage", "most"), [(1, 10), (2, 10), (3, 12)])
 def test_the_operators_for_a_unit_and_step_are_bounded(stage: int, most: int):
     few, many = operators_of(make_step(stage, 3)), operators_of(make_step(stage, 7))
     plain = operators_of(make_plain_step(7)) - operators_of(make_plain_step(3))
@@ -147,12 +153,12 @@ def test_no_value_is_read_on_the_host_in_a_step(stage: int):
     assert seen.reads == 0
 
 
-def test_a_step_makes_one_buffer_of_a_units_size_for_all_reductions_and_none_for_gathers():
+def test_a_step_makes_no_buffer_of_a_units_size_for_reductions_or_gathers():
     step = make_step(3, 3)
     whole = sum(p.numel() for p in Block().parameters())
     with Seen() as seen:
         step()
-    assert sum(count for numel, count in seen.fresh.items() if whole <= numel < 2 * whole) == 1
+    assert sum(count for numel, count in seen.fresh.items() if whole <= numel < 2 * whole) == 0
 
 
 def test_modules_that_are_registered_elsewhere_cost_a_step_no_search(monkeypatch: pytest.MonkeyPatch):

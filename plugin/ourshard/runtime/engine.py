@@ -407,12 +407,12 @@ class Engine:
                 unit.held = False
                 if unit.installed or unit.whole:
                     unit.release()
-            if False in [lane.direct for lane in unit.lanes]:
-                unit.mark_stale()
+            unit.mark_stale()
         self._held = [unit for unit in self._held if unit.held]
         for lane in sent:
             lane.sent = True
-        if not self.replays and not any(lane.stepping for lane in self.lanes()):  # else the next forward does
+        stepping = self.host is not None and any(lane.stepping for lane in self.lanes())
+        if not self.replays and not stepping:  # else the next forward does
             self._bring_in_unsharded()
 
     def _bring_in_unsharded(self) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _CreationMeta = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
 _allow_writes = torch._C._autograd._set_creation_meta  # type: ignore[attr-defined]
+_BARE = frozenset({type(None), bool, int, float, str})  # types of most arguments that hold no tensor
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, nn.Module)
 
 
@@ -65,13 +66,13 @@ def _attributes(value: Any) -> list[Any]:
 def collect_inputs(values: Iterable[Any], found: list[torch.Tensor]) -> None:
     """Add the tensors that need a gradient, from plain containers too."""
     for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                found.append(value)
-        elif type(value) in (list, tuple):
+        kind = type(value)
+        if kind is tuple or kind is list:
             collect_inputs(value, found)
-        elif type(value) is dict:
+        elif kind is dict:
             collect_inputs(value.values(), found)
+        elif kind not in _BARE and isinstance(value, torch.Tensor) and value.requires_grad:
+            found.append(value)
 
 
 def replace_inputs(value: Any, fresh: dict[int, torch.Tensor]) -> Any:
@@ -143,11 +144,12 @@ class Entry:
 
     def close(self) -> Call:
         """Return the call once its forward is over; first look for inputs that were changed in place."""
-        changed = [tensor.grad_fn is not node for tensor, node in zip(self.inputs, self._nodes, strict=True)]
-        if changed and False not in changed:
-            for node in self._made:
-                if node is not None:
-                    node.register_prehook(partial(_leave_once, self._unit, self.call))
+        for tensor, node in zip(self.inputs, self._nodes, strict=True):
+            if tensor.grad_fn is node:
+                return self.call
+        for node in self._made if self.inputs else ():
+            if node is not None:
+                node.register_prehook(partial(_leave_once, self._unit, self.call))
         return self.call
 
 

@@ -5,7 +5,8 @@ Its buffers are in `lane_store.py`, how they are filled in `lane_fill.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_direct import DirectGradients, dense
-from ourshard.runtime.lane_whole import WholeGradients
 from ourshard.runtime.late import LateDivision
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ourshard.runtime.unit import Unit
 
 
-class Lane(WholeGradients, DirectGradients):
+class Lane(DirectGradients):
     """One lane of one unit: the buffers, and the gradients that pass through."""
 
     def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter], reduce_dtype: torch.dtype) -> None:
@@ -47,7 +47,6 @@ class Lane(WholeGradients, DirectGradients):
         self.known_norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
         self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views = None
-        self._shown_views = None  # see `direct_views`
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.spent_norm: torch.Tensor | None = None  # of one that was stepped and let go in backward: see `spent`
         self._arriving_kind = Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
@@ -66,7 +65,10 @@ class Lane(WholeGradients, DirectGradients):
 
     def has_leaf_gradients(self) -> bool:
         """Say whether backward left any that has not been taken in."""
-        return True in [leaf.grad is not None for leaf in self.leaves]  # on the host a generator's turns count
+        found = False
+        for leaf in self.leaves:  # on the host a generator's turns count
+            found |= leaf.grad is not None
+        return found
 
     def has_gradients(self) -> list[bool]:
         """Say which parameters have a gradient from this rank's backwards, not dropped since."""
@@ -87,7 +89,7 @@ class Lane(WholeGradients, DirectGradients):
                 self.hold(Kind.GRADIENT, self.arriving)
             return
         self.forget_released()
-        if self.spent and self.unit.engine.in_backward is not None:
+        if self.spent_norm is not None and self.unit.engine.in_backward is not None:
             self.unit.engine.in_backward.refuse_late(self.unit)
         if self._dropped:
             self.erase_dropped()
@@ -108,18 +110,20 @@ class Lane(WholeGradients, DirectGradients):
         assert self.arriving is not None
         views, gaps = self._views_of(self.arriving)
         grads: list[Any] = [leaf.grad for leaf in self.leaves]
-        there = [grad is not None for grad in grads]
-        if False in there:
-            gaps = [*gaps, *(view for view, has in zip(views, there, strict=True) if not has)]
-            views = [view for view, has in zip(views, there, strict=True) if has]
+        missing = is_sparse = False
+        for position, grad in enumerate(grads):  # in place: on the host a comprehension's turn counts
+            if grad is None:
+                missing = True
+            else:
+                self.touched[position] = True
+                self.leaves[position].grad = None
+                is_sparse |= grad.is_sparse
+        if missing:
+            gaps = [*gaps, *(view for view, grad in zip(views, grads, strict=True) if grad is None)]
+            views = [view for view, grad in zip(views, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-            self.touched = [touched or has for touched, has in zip(self.touched, there, strict=True)]
-        else:
-            self.touched = there
-        if True in [grad.is_sparse for grad in grads]:
+        if is_sparse:
             grads = [dense(grad) for grad in grads]
-        for leaf in self.leaves:
-            leaf.grad = None
         if self.fresh and gaps:
             torch._foreach_zero_(gaps)
         if views:
@@ -137,8 +141,9 @@ class Lane(WholeGradients, DirectGradients):
             if self.unit.rooted and mesh.replicate.size == 1 and not self.offloaded:
                 self.in_pieces = True
                 dtype = self.lent_dtype
-        buffer = self.unit.engine.in_flight.take(self.layout.numel, dtype) if reduce_next else None
-        if buffer is None:
+        if reduce_next:
+            buffer = self.unit.engine.in_flight.take(self.layout.numel, dtype, self.device)
+        else:
             with own_memory(self.device):
                 buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         if self.unit.engine.ledger is not None:
@@ -214,8 +219,9 @@ class Lane(WholeGradients, DirectGradients):
             return [buffer]
         if engine.ledger is not None:
             self.hold(self._arriving_kind, self.arriving, -1)
-        engine.in_flight.give_back(self.arriving)
-        read = [] if buffer is self.arriving else [buffer]
+        zeroed = self._pattern if self.coder is None else None
+        read = [] if engine.in_flight.give_back(self.arriving, zeroed) else [self.arriving]
+        read += [] if buffer is self.arriving else [buffer]
         self.arriving = None
         if self.placement.whole:
             engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
@@ -354,33 +360,32 @@ class Lane(WholeGradients, DirectGradients):
         if self.placement.whole:
             buffer = self.arriving if self.direct else self.gradient
             if buffer is not None:
-                self._show(buffer, [position for position, flag in enumerate(flags) if flag])
-        self.runs = [run for run in self.runs if run.optimizer() is not None]
-        for run in list(self.runs):
-            run.hand_out()
+                self._show(self._views_kept(buffer), flags)
+        for run in tuple(self.runs):
+            if run.optimizer() is None:
+                self.runs.remove(run)
+            else:
+                run.hand_out()
         if not self.placement.whole and not self.offloaded and self._all_handed_out():
             self._gradient = None
 
     def show_waiting(self) -> None:
         """Show whole gradients that wait for a sync, as DDP does; where a sum is shown already, it stays."""
         if self.placement.whole and not self.direct and not self.accumulated and self.arriving is not None:
-            self._show(self.arriving, [position for position, touched in enumerate(self.touched) if touched])
+            self._show(self._pattern.views_of(self.arriving).parameters, self.touched)
 
-    def _show(self, buffer: torch.Tensor, positions: Iterable[int]) -> None:
-        """Let the user's whole parameters have views of `buffer` as gradients; those of direct lanes are in place."""
-        views = self.direct_views() if self.direct else None
-        for position in positions:
-            parameter = self.resting[position]
-            if views is None:
-                parameter.grad = self.whole_view(buffer, position)
-            elif parameter.grad is None:
-                parameter.grad = views[position]
-            self._shown.add(position)
+    def _show(self, views: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+        """Let the user's whole parameters have views as gradients, where flagged; direct lanes have them in place."""
+        for position, flag in enumerate(flags):
+            if flag and (not self.direct or self.resting[position].grad is None):
+                self.resting[position].grad = views[position]
+        self._shown.update(itertools.compress(range(len(flags)), flags))
 
     def _all_handed_out(self) -> bool:
         """Say whether optimizers hold all that `gradient` has."""
-        if len(self.runs) == 1 and self.runs[0].handed_out:
-            return len(self.runs[0].positions) == len(self.valid) or self._none_but(self.runs[0].positions)
+        for run in self.runs:
+            if run.is_every and run.handed_out:
+                return True
         return self._none_but([position for run in self.runs if run.handed_out for position in run.positions])
 
     def _none_but(self, positions: Collection[int]) -> bool:
@@ -413,17 +418,20 @@ class Lane(WholeGradients, DirectGradients):
 
     def drop_gradients(self, positions: Collection[int]) -> None:
         """Forget the gradients of some parameters, as `p.grad = None` does, also where only other ranks had one."""
-        if self.spent and self.unit.engine.in_backward is not None:
+        if self.spent_norm is not None and self.unit.engine.in_backward is not None:
             self.unit.engine.in_backward.check_drop(self)
         count = len(self.parameters)
         every = len(positions) == count
         for position in positions:
             self.valid[position] = self.touched[position] = False
-        self._shown.difference_update(positions)
+        if self._shown:
+            self._shown.difference_update(positions)
         if self.direct:
             return
-        self._dropped.update(positions)
-        if every or len(self._dropped) == count:
+        if not every:
+            self._dropped.update(positions)
+            every = len(self._dropped) == count
+        if every:
             self._forget_all()
         for run in self.runs:
             if every or any(position in positions for position in run.positions):
@@ -437,8 +445,8 @@ class Lane(WholeGradients, DirectGradients):
 
     def _forget_all(self) -> None:
         self.accumulated, self.spent_norm = False, None
-        self.late.forget()
-        self._dropped.clear()
+        self.late.divisor = None
+        self._dropped = set()
         if not self.placement.whole:
             self._gradient = None
             self._hold_gradient(0)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from ourshard.runtime.lane_changes import LaneChanges
+from ourshard.runtime.lane_whole import WholeGradients
 
 
-class DirectGradients(LaneChanges):
+class DirectGradients(WholeGradients, LaneChanges):
     """What a lane does where the parameters that the user holds are the masters and the leaves at once."""
 
     arriving: torch.Tensor | None
     touched: list[bool]
     fresh: bool
     reduced_version: int
-    _shown_views: tuple[torch.Tensor, list[torch.Tensor]] | None
 
     def is_reduced(self, position: int) -> bool:
         """Say whether the gradient of a direct leaf is what the last reduction left: nothing was added since."""
@@ -28,6 +28,8 @@ class DirectGradients(LaneChanges):
         grad = self.leaves[position].grad
         assert grad is not None
         assert self.arriving is not None
+        if grad is self._views_kept(self.arriving)[position]:
+            return True
         if grad.is_sparse:
             return False
         return grad.data_ptr() == self.arriving.data_ptr() + self.layout.tensors[position].offset * grad.element_size()
@@ -39,35 +41,30 @@ class DirectGradients(LaneChanges):
         reduction, which `again` of `prepare` is about: there this rank has zeros where others gave what it keeps.
         """
         assert self.arriving is not None
-        read = []
-        for position, (leaf, view) in enumerate(zip(self.leaves, self.direct_views(), strict=True)):
+        views = self._views_kept(self.arriving)
+        absent: list[torch.Tensor] = []
+        moved: dict[int, torch.Tensor] = {}  # gradients by position
+        for position, leaf in enumerate(self.leaves):
             gradient = leaf.grad
             self.touched[position] = gradient is not None or (self.touched[position] and not self.fresh)
             if gradient is None:
-                if self.fresh:
-                    view.zero_()
-                continue
-            if not self._is_in_place(position):
-                gradient = dense(gradient)
-                (view.copy_ if self.fresh else view.add_)(gradient)
-                read.append(gradient)
+                absent.append(views[position])
+            elif not self._is_in_place(position):
+                moved[position] = dense(gradient)
             leaf.grad = None
-        return read
-
-    def direct_views(self) -> list[torch.Tensor]:
-        """Return the views of `arriving` that are the gradients of the leaves; the same ones until it is another."""
-        assert self.arriving is not None
-        if self._shown_views is None or self._shown_views[0] is not self.arriving:
-            views = [self.whole_view(self.arriving, position) for position in range(len(self.leaves))]
-            self._shown_views = self.arriving, views
-        return self._shown_views[1]
+        if absent and self.fresh:
+            torch._foreach_zero_(absent)
+        if moved:
+            into = [views[position] for position in moved]
+            (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(into, list(moved.values()))
+        return list(moved.values())
 
     def show_direct(self) -> None:
         """Let the leaves have their gradients in `arriving`, which a replayed backward has filled."""
         assert self.arriving is not None
-        for leaf, view, touched in zip(self.leaves, self.direct_views(), self.touched, strict=True):
-            if touched:
-                leaf.grad = view
+        for position, leaf in enumerate(self.leaves):
+            if self.touched[position]:
+                leaf.grad = self._views_kept(self.arriving)[position]
         self.reduced_version = self.arriving._version
 
 

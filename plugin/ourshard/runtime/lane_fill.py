@@ -60,7 +60,8 @@ class LaneFill(LaneStore):
             if self.shard is not None and self._shard_tier is Tier.CPU and not self.divided:
                 self._fill_on_the_way_down()
                 return
-            self.send_up()
+            if self.shard is not None or self.placement.params is At.WHOLE:
+                self.send_up()
         if stale and self.divided:
             self._join_parts()
         if self.passes_disk:
@@ -68,7 +69,7 @@ class LaneFill(LaneStore):
         elif self.shard is not None:
             self.segment.copy_(self.shard, non_blocking=True)
         elif self.placement.params is At.SHARD:
-            self.segment.copy_(self._above(self._master))
+            self.segment.copy_(self._above(self._master) if self.offloaded else self._master)
 
     def send_up(self, master: torch.Tensor | None = None) -> None:
         """Cast a master that changed into what rests between gathers, if anything does; on the current stream.

@@ -132,7 +132,8 @@ def has_hooks(optimizer: Optimizer) -> bool:
 def divide_now(lanes: Iterable[Lane]) -> None:
     """Do what waits for a step, in lanes that are to be read, or stepped in another way: Note [Late division]."""
     for lane in lanes:
-        lane.divide_now()
+        if lane.late.divisor is not None:
+            lane.divide_now()
 
 
 @contextmanager

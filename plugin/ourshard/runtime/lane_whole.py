@@ -15,16 +15,23 @@ class WholeGradients(LaneStore):
 
     is_lent: bool
     reduce_dtype: torch.dtype
+    _kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # whole gradients that stay, and views of them
     _lent_views: tuple[tuple[int, torch.dtype], Views] | None
 
     def _views_of(self, buffer: torch.Tensor) -> Views:
-        """Return views of `arriving`; made once for a buffer that comes back."""
+        """Return views of `arriving`; made once for one that comes back."""
         if not self.is_lent:
             return self.unit.engine.in_flight.views_of(buffer, self._pattern)
         where = (buffer.data_ptr(), buffer.dtype)
         if self._lent_views is None or self._lent_views[0] != where:
             self._lent_views = (where, self._pattern.views_of(buffer))
         return self._lent_views[1]
+
+    def _views_kept(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of the parameters in a buffer that stays from step to step; made once."""
+        if self._kept is None or self._kept[0] is not buffer:
+            self._kept = buffer, self._pattern.views_of(buffer).parameters
+        return self._kept[1]
 
     @functools.cached_property
     def _pattern(self) -> Pattern:

@@ -31,6 +31,7 @@ class Run:
         "group",
         "handed_out",
         "is_all",
+        "is_every",
         "lane",
         "optimizer",
         "owner",
@@ -50,6 +51,7 @@ class Run:
             last = lane.rows(held[-1])
             self.start = lane.rows(held[0]).offset
             self.stop = last.offset + last.numel(lane.layout.tensors[held[-1]].granule)
+        self.is_every = len(positions) == len(lane.parameters)
         self.is_all = self.stop - self.start == lane.master.numel()  # that this rank has of the lane
         self.parameter: nn.Parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
         if held:
@@ -62,7 +64,7 @@ class Run:
 
     def hand_out(self) -> None:
         """Set the run's gradient from the lane's; split where some parameters have one and others do not."""
-        if self.lane.spent:
+        if self.lane.spent_norm is not None:
             return
         self.uneven = False
         valid = self.lane.valid

@@ -77,6 +77,7 @@ class Unit:
         self.name = name
         self.label = name or "the root unit"
         self.modules = modules  # whose forwards use it, in order; none for rooted units
+        self._is_merged = len(modules) > 1
         self.rooted = rooted  # whole from the root's forward to the end of backward
         self.lanes: list[Lane] = []
         self.guests: list[Lane] = []  # the root's lanes of whole parameters that have some inside of `modules`
@@ -119,7 +120,8 @@ class Unit:
 
     def add_sites(self, lane: Lane) -> None:
         """Note where the leaves of a lane, which are not what the user holds, are put before the modules compute."""
-        self.uninstall()
+        if self.installed:
+            self.uninstall()
         for parameter, leaf in zip(lane.parameters, lane.leaves, strict=True):
             for site in parameter.sites:
                 self._sites.append((site.module._parameters, site.attribute, leaf, parameter.tensor))
@@ -185,7 +187,7 @@ class Unit:
         if not self.installed:
             for number, (registry, attribute, leaf, resting) in enumerate(self._sites):
                 if attribute not in registry or registry[attribute] is not resting:
-                    self._put_back(number)
+                    self.uninstall(number)
                     raise RuntimeError(
                         f"The parameter {attribute!r} of unit {self.label!r} was replaced after the model was "
                         "sharded; change the model (resize embeddings, add adapters, parametrize or prune weights) "
@@ -195,12 +197,9 @@ class Unit:
                 registry[attribute] = leaf
             self.installed = True
 
-    def uninstall(self) -> None:
-        if self.installed:
-            self.installed = False
-            self._put_back(len(self._sites))
-
-    def _put_back(self, count: int) -> None:
+    def uninstall(self, count: int | None = None) -> None:
+        """Put back what the leaves took the places of: all, or the first `count` of an installation that failed."""
+        self.installed = False
         for registry, attribute, _, resting in self._sites[:count]:
             registry[attribute] = resting
 
@@ -225,10 +224,11 @@ class Unit:
             self.release()
 
     def mark_stale(self) -> None:
-        """Note that the masters changed: what is whole no longer shows them."""
+        """Note that the masters changed: what is whole no longer shows them, unless it is the masters."""
         for lane in self.lanes:
-            lane.mark_stale()
-        self.whole = False
+            if not lane.direct:
+                lane.mark_stale()
+                self.whole = False
 
     def whole_on_access(self, lane: Lane, position: int) -> nn.Parameter | None:
         """Return the leaf of a parameter that code outside of the unit reads, or None where it can't be brought in.
@@ -258,7 +258,7 @@ class Unit:
         """Release, unless a backward is running, or will come soon and `reshard_after_forward` is off."""
         if self._passage is not None and not self.engine.phase_is_backward:  # else a recomputation, part of a backward
             self._close_passage()
-        if len(self.modules) > 1 and self._more_to_come():
+        if self._is_merged and self._more_to_come():
             return
         if self.running or self.held:
             if self.engine.phase_is_backward:
@@ -295,7 +295,7 @@ class Unit:
         return self.passed > 0
 
     def _rest_in_place(self) -> None:
-        if not self.held:
+        if self.installed and not self.held:
             self.uninstall()
 
     def enter(self, inputs: list[torch.Tensor]) -> Entry:
@@ -352,18 +352,15 @@ class Unit:
 
     def close(self) -> None:
         """Forget the calls whose backward is over."""
-        self._close_begun()
+        begun, self._begun = self._begun, []
+        for reference in begun:
+            call = reference()
+            if call is not None and call.is_open:
+                call.close()
         if self._passage is not None:
             self._close_passage()
         self.running = False
         self.passed = self.recomputes = 0
-
-    def _close_begun(self) -> None:
-        for reference in self._begun:
-            call = reference()
-            if call is not None and call.is_open:
-                call.close()
-        self._begun.clear()
 
     def on_leaf_gradient(self, leaf: torch.Tensor) -> None:
         """Run as a hook on the leaves of a rooted unit, which no boundary ends: reduce once all have arrived."""
@@ -418,15 +415,24 @@ class Unit:
 
     def has_arrived(self) -> bool:
         """Say whether a gradient waits to be reduced in this backward."""
-        return True in [lane.has_arrived() for lane in self.lanes_due()]
+        found = False
+        for lane in self.lanes_due():  # on the host a generator's turns count
+            found = found or lane.has_arrived()
+        return found
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Take what arrived, zeros where nothing did, and reduce the lanes whose turn it is."""
+        if torch.is_grad_enabled():  # a backward has it off, and to turn it off costs the host ten calls
+            with torch.no_grad():
+                self._reduce()
+        else:
+            self._reduce()
+
+    def _reduce(self) -> None:
         engine = self.engine
         again, self.reduced = self.reduced, True
         due = self.lanes_due()
-        if len(due) < len(self.lanes):
+        if due != self.lanes:
             self.put_aside(but=due)
         if engine.ledger is not None:
             engine.ledger.reduces[self.label] += 1
@@ -436,7 +442,7 @@ class Unit:
         with engine.streams.reduce as stream:
             for lane in due:
                 read += lane.take_gradients()
-            lent = [lane for lane in due if lane.is_lent]
+            lent = [] if engine.peer is None else [lane for lane in due if lane.is_lent]
             if lent:
                 engine.collectives.peer_reduce([lane.lent_reduction(engine.sync_backward) for lane in lent], self.label)
             for lane in due:
