@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
+from ourshard.config import Tier
 from ourshard.integrations.trainer_events import ShardTrainerCallback
 from ourshard.planning.hardware import peak_flops_of
 from ourshard.runtime.api import engine_of
@@ -114,7 +115,9 @@ class ShardMonitorCallback(ShardTrainerCallback):
         self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
         self._mark = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Take the step in; at a logging step ask the other ranks."""
         self._window.steps += 1
         engine = engine_of(model)
@@ -126,13 +129,15 @@ class ShardMonitorCallback(ShardTrainerCallback):
         self._window.seconds += now - self._mark
         self._mark = now
         if control.should_log:
-            self._ask(engine)
+            self._ask(engine, optimizer)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Ask the other ranks where epochs are logged."""
         if control.should_log and self._window.steps:
             _finish_device()
-            self._ask(engine_of(model))
+            self._ask(engine_of(model), optimizer)
 
     def before_log(self, state: Any, logs: dict[str, Any]) -> None:
         """Add the figures to a log of training."""
@@ -182,7 +187,7 @@ class ShardMonitorCallback(ShardTrainerCallback):
             self._window.tokens += tokens
             self._window.flops += flops
 
-    def _ask(self, engine: Engine | None) -> None:
+    def _ask(self, engine: Engine | None, optimizer: Any) -> None:
         """Make the figures of this window, with those of all ranks. Collective."""
         mine, self._window = self._window, Window()
         if engine is not None and engine.measuring.meter is not None:
@@ -194,6 +199,8 @@ class ShardMonitorCallback(ShardTrainerCallback):
             mine.waits = {name: seconds_of(spent, kind) for name, kind in kinds.items()}
             mine.wire = dict(wire - self._before[1])
             mine.memory = dict(engine.ledger.peak) if engine.ledger else {}
+            if engine.ledger and engine.config.offload.optimizer is Tier.NONE:  # else the ledger has those on the host
+                mine.memory["states"] = _bytes_of_states(optimizer)
             self._before = totals, wire
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             mine.memory["allocated"] = torch.cuda.max_memory_allocated()
@@ -217,6 +224,12 @@ def figures(told: list[Window], peak_flops: float | None) -> dict[str, float]:
         found["wire_mb"] = max(sum(window.wire.values()) for window in told) / steps / MB
     memory = {name: max(window.memory[name] for window in told) / MB for name in told[0].memory}
     return found | {f"memory_{name}_mb": held for name, held in memory.items() if held}
+
+
+def _bytes_of_states(optimizer: Any) -> int:
+    """Return what an optimizer keeps of the parameters that it steps: two values an element for Adam."""
+    states = getattr(optimizer, "state", {}).values()
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _finish_device() -> None:

@@ -69,7 +69,7 @@ def test_trackers_get_the_same_figures_on_all_ranks_and_the_losses_stay(ranks: A
         assert log["mfu"] == pytest.approx(flops / seconds / 2e9)
         assert "exposed_input_ms" not in log
         assert 0 < log["exposed_gather_ms"] + log["exposed_reduce_ms"] + log["agree_ms"] < log["step_ms"]
-        assert log["memory_master_mb"] > 0
+        assert log["memory_states_mb"] == pytest.approx(2 * log["memory_master_mb"], rel=0.02)  # AdamW
         assert log["wire_mb"] == pytest.approx(sum(first["wire"].values()) / 1e6, rel=0.01)  # no evaluation in it
     assert set(first["wire"]) >= {"all_gather/shard", "reduce_scatter/shard"}
 
