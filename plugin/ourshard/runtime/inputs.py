@@ -306,10 +306,11 @@ class Inputs:
         assert self._group is not None
         if type(tensor) is not self._plain or not _moves(tensor):
             return _Kept(tensor)
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        stored = self._known.get((*key, tensor._version))
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (*place, tensor._version)
+        stored = self._known.get(key)
         if stored is None or stored.storage() is not tensor.untyped_storage():  # an address may be another's by now
-            stored = self._known[(*key, tensor._version)] = self._send(tensor)
+            stored = self._known[key] = self._send(tensor)
         return _Use(stored, self._group)
 
     def _send(self, tensor: torch.Tensor) -> _Input:
