@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ourshard.runtime.wording import file_text, memory_text
+
 from .conversion import Report, convert, parse_size
-from .inspection import inspect, nbytes_text, render
+from .inspection import inspect, render
 from .registry import writer, writer_names
 from .source import CheckpointError, detect
 from .verification import Verification, verify
@@ -212,12 +214,12 @@ def _pair(rule: str) -> tuple[str, str]:
 
 def _print_report(report: Report, *, dry_run: bool) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    what = f"{report.tensors} tensors, {nbytes_text(report.nbytes)}"
+    what = f"{report.tensors} tensors, {file_text(report.nbytes)}"
     if dry_run:
         console.print(f"{escape(str(report.path))} would hold {what} as {report.format} (from {report.source_format})")
     else:
-        rate = nbytes_text(report.nbytes / max(report.seconds, 1e-9))
-        peak = nbytes_text(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
+        rate = file_text(report.nbytes / max(report.seconds, 1e-9))
+        peak = memory_text(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
         console.print(
             f"{escape(str(report.path))}: {what} as {report.format} (from {report.source_format}) "
             f"in {report.seconds:.1f} s, {rate}/s; at most {peak} of memory"

@@ -13,6 +13,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from ourshard.runtime.wording import file_text
+
 from .source import BUFFER, PARAM, Source, TensorInfo
 
 _ALSO = ("scheduler", "scaler", "extra_state", "client_state")
@@ -106,15 +108,6 @@ def render(found: Inspection, *, tensors: bool = True) -> RenderableType:
     return Group(*parts)
 
 
-def nbytes_text(nbytes: float) -> str:
-    """Return bytes as people read them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
-
-
 def _files(path: Path) -> list[Path]:
     return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
 
@@ -155,7 +148,7 @@ def _facts(found: Inspection) -> Table:
         "world size": found.world_size,
         "stage": found.stage,
         "step": found.step,
-        "files": f"{found.files}, {nbytes_text(found.bytes_on_disk)}",
+        "files": f"{found.files}, {file_text(found.bytes_on_disk)}",
         "groups": "\n".join(groups),
         "tied": "\n".join(f"{alias} -> {owner}" for alias, owner in found.ties.items()),
         "frozen": f"{len(found.frozen)} parameters" if found.frozen else "",
@@ -174,7 +167,7 @@ def _kinds(found: Inspection) -> Table:
     table = Table("kind", "tensors", "elements", "bytes", "dtypes")
     for kind in found.kinds:
         dtypes = ", ".join(kind.dtypes)
-        table.add_row(escape(kind.kind), f"{kind.tensors:,}", f"{kind.numel:,}", nbytes_text(kind.nbytes), dtypes)
+        table.add_row(escape(kind.kind), f"{kind.tensors:,}", f"{kind.numel:,}", file_text(kind.nbytes), dtypes)
     return table
 
 
@@ -184,5 +177,5 @@ def _tensors(found: Inspection) -> Table:
         name = row.name if row.kind == PARAM else f"{row.name} (buffer)"
         shards = "" if row.shards is None else str(row.shards)
         shape = " x ".join(map(str, row.shape)) or "scalar"
-        table.add_row(escape(name), shape, row.dtype, nbytes_text(row.nbytes), shards, ", ".join(row.state))
+        table.add_row(escape(name), shape, row.dtype, file_text(row.nbytes), shards, ", ".join(row.state))
     return table

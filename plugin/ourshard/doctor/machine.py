@@ -12,7 +12,7 @@ import torch
 
 from ourshard.doctor.finding import Finding, Verdict
 from ourshard.runtime.host_room import free_memory, memory_limit
-from ourshard.runtime.wording import counted, nbytes_text
+from ourshard.runtime.wording import counted, memory_text
 
 _GIB, _MIB = 2**30, 2**20
 _PINNED = 64 * _MIB  # pinned by way of trial
@@ -26,7 +26,7 @@ def look_at_gpus(device: torch.device) -> list[Finding]:
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     values = {"name": properties.name, "free_bytes": free, "total_bytes": total}
-    text = f"{device} {properties.name}, {nbytes_text(free)} of {nbytes_text(total)} free"
+    text = f"{device} {properties.name}, {memory_text(free)} of {memory_text(total)} free"
     findings = [Finding("GPUs", text, values=values)]
     if free < 0.9 * total:
         fix = "See with nvidia-smi who holds it, and end what is left over."
@@ -46,8 +46,8 @@ def look_at_memory(device: torch.device, local_ranks: int) -> list[Finding]:
     """Return what the host (or the container) has free, and whether memory can be pinned."""
     free, limit = free_memory(), memory_limit()
     values = {"free_bytes": free, "limit_bytes": limit[0] if limit else None}
-    bound = f", container limit {nbytes_text(limit[0])}" if limit else ", no container limit"
-    text = f"{nbytes_text(free)} free for {counted(local_ranks, 'rank')} of this host{bound}"
+    bound = f", container limit {memory_text(limit[0])}" if limit else ", no container limit"
+    text = f"{memory_text(free)} free for {counted(local_ranks, 'rank')} of this host{bound}"
     if free < local_ranks * _GIB:
         fix = "Raise the container's memory, start fewer ranks, or end what holds it; the kernel kills without a word."
         return [Finding("host memory", text, Verdict.PROBLEM, fix, values), *_pinning(device)]
@@ -56,7 +56,7 @@ def look_at_memory(device: torch.device, local_ranks: int) -> list[Finding]:
 
 def _pinning(device: torch.device) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else nbytes_text(soft)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else memory_text(soft)
     values = {"memlock_bytes": None if soft == resource.RLIM_INFINITY else soft}
     if device.type != "cuda":
         yield Finding("pinned memory", f"ulimit -l is {limit}; without a GPU nothing is pinned", values=values)
@@ -81,7 +81,7 @@ def _shared_memory(local_ranks: int) -> Iterator[Finding]:
     if not place.is_dir():
         return
     usage = shutil.disk_usage(place)
-    text = f"{nbytes_text(usage.free)} of {nbytes_text(usage.total)} free in /dev/shm"
+    text = f"{memory_text(usage.free)} of {memory_text(usage.total)} free in /dev/shm"
     values = {"free_bytes": usage.free, "total_bytes": usage.total}
     if usage.free < local_ranks * 64 * _MIB:  # 64 MiB is what docker gives a container
         fix = (
@@ -112,7 +112,7 @@ def _more_files(hard: int) -> str:
 
 def _free_space(folder: Path) -> Finding:
     usage = shutil.disk_usage(folder)
-    text = f"{nbytes_text(usage.free)} of {nbytes_text(usage.total)} free in {folder}"
+    text = f"{memory_text(usage.free)} of {memory_text(usage.total)} free in {folder}"
     values = {"folder": str(folder), "free_bytes": usage.free, "total_bytes": usage.total}
     if usage.free < _GIB:
         fix = "Make room, or name another folder with --folder; `ourshard plan` says how large a checkpoint is."

@@ -15,7 +15,7 @@ import torch
 from ourshard.offload.file import DiskFile
 from ourshard.runtime.disk import BLOCK, DiskNeed
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.wording import nbytes_text
+from ourshard.runtime.wording import memory_text
 
 logger = logging.getLogger("ourshard")
 
@@ -92,8 +92,8 @@ class _Room:
         if self.nbytes <= self.free:
             return None
         return (
-            f"offload.nvme_path: {self.folder} has {nbytes_text(self.free)} free, and masters and parameters of "
-            f"{self.ranks} ranks need {nbytes_text(self.nbytes)} there, with AdamW's state {nbytes_text(self.adamw)}. "
+            f"offload.nvme_path: {self.folder} has {memory_text(self.free)} free, and masters and parameters of "
+            f"{self.ranks} ranks need {memory_text(self.nbytes)} there, with AdamW's state {memory_text(self.adamw)}. "
             "Make room, choose another disk, or use cpu."
         )
 
@@ -103,10 +103,10 @@ class _Room:
             logger.warning(
                 "offload.nvme_path: AdamW would need %s in %s for %d ranks, where %s are free; an optimizer that keeps "
                 "less may fit.",
-                nbytes_text(self.adamw),
+                memory_text(self.adamw),
                 self.folder,
                 self.ranks,
-                nbytes_text(self.free),
+                memory_text(self.free),
             )
         kind = filesystem_of(self.folder)
         if kind in _NOT_LOCAL or kind in _IN_MEMORY:
@@ -124,12 +124,12 @@ def _tell(room: _Room, mine: DiskNeed, speed: Speed) -> None:
         "AdamW reads %s and writes %s a rank, in about %.1f s",
         room.folder,
         filesystem_of(room.folder),
-        nbytes_text(room.free),
+        memory_text(room.free),
         speed.write / 1e9,
         speed.read / 1e9,
         room.ranks,
-        nbytes_text(read),
-        nbytes_text(written),
+        memory_text(read),
+        memory_text(written),
         written / speed.write + read / speed.read,
     )
 

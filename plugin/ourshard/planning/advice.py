@@ -19,7 +19,7 @@ from ourshard.planning.moves import MeshSizes
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.trace import Visit
 from ourshard.planning.variants import variant
-from ourshard.runtime.wording import nbytes_text
+from ourshard.runtime.wording import memory_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def offloads(model: nn.Module, config: ShardConfig, mesh: MeshSizes) -> list[Cha
         moved = variant(config, offload=tiers)
         there = runtime_memory(model, moved, mesh) if moved is not None else None
         if there is not None and there.peak < now:
-            price = f"the optimizer steps on the CPU, with {nbytes_text(there.host)} of host memory a rank"
+            price = f"the optimizer steps on the CPU, with {memory_text(there.host)} of host memory a rank"
             found.append(Change(key, value, now - there.peak, price))
     return found
 
@@ -133,8 +133,8 @@ def explain(
     memory = runtime_memory(model, config, mesh, OPTIMIZERS[optimizer])
     activations = max(0, allocated - memory.peak)
     parts = {**{name: size for name, size in memory.parts.items() if size}, "activations and others": activations}
-    listed = ", ".join(f"{name} {nbytes_text(size)}" for name, size in parts.items() if size)
-    lines = [f"ourshard: about {nbytes_text(allocated)} were allocated on this rank: {listed}."]
+    listed = ", ".join(f"{name} {memory_text(size)}" for name, size in parts.items() if size)
+    lines = [f"ourshard: about {memory_text(allocated)} were allocated on this rank: {listed}."]
     lines.append(_cheapest(model, config, mesh, activations=activations, missing=missing, on_gpu=on_gpu))
     lines.append("`ourshard plan` compares all configurations for a batch and a length, without a GPU.")
     return "\n".join(lines)
@@ -166,7 +166,7 @@ def _first_enough(found: Sequence[Change], missing: int) -> str | None:
     if enough is None:
         return None
     return (
-        f"The cheapest change that would fit: {enough.key}: {enough.value} saves {nbytes_text(enough.saves)} "
+        f"The cheapest change that would fit: {enough.key}: {enough.value} saves {memory_text(enough.saves)} "
         f"({enough.price})."
     )
 
@@ -174,7 +174,7 @@ def _first_enough(found: Sequence[Change], missing: int) -> str | None:
 def explain_host(model: nn.Module, config: ShardConfig, mesh: MeshSizes, *, missing: int) -> str:
     """Say what the runtime keeps in the host memory that ran out beside a GPU, and how to keep less of it there."""
     memory = runtime_memory(model, config, mesh)
-    held = nbytes_text(memory.host)
+    held = memory_text(memory.host)
     lines = [f"ourshard: host memory ran out; the runtime and the optimizer hold {held} of it on this rank."]
     if memory.host:
         found = list(_back_on_the_gpu(model, config, mesh, memory))
@@ -196,12 +196,12 @@ def _back_on_the_gpu(model: nn.Module, config: ShardConfig, mesh: MeshSizes, now
         changed = variant(config, offload=tiers)
         less = runtime_memory(model, changed, mesh) if changed is not None else now
         if less.host < now.host:
-            price = f"{nbytes_text(max(0, less.peak - now.peak))} more on the GPU"
+            price = f"{memory_text(max(0, less.peak - now.peak))} more on the GPU"
             yield Change(key, "none", now.host - less.host, price)
 
 
 def _last_resort(found: Sequence[Change]) -> str:
-    together = "; ".join(f"{change.key}: {change.value} saves {nbytes_text(change.saves)}" for change in found)
+    together = "; ".join(f"{change.key}: {change.value} saves {memory_text(change.saves)}" for change in found)
     return f"No single change is enough ({together or 'none saves memory'}); use a smaller batch or more GPUs."
 
 

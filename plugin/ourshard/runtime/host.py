@@ -30,7 +30,7 @@ import weakref
 import torch
 
 from ourshard.config import OffloadConfig
-from ourshard.runtime.wording import nbytes_text
+from ourshard.runtime.wording import memory_text
 
 logger = logging.getLogger("ourshard")
 
@@ -95,9 +95,9 @@ class HostMemory:
             "%s: the system refused to pin %s of host memory (CUDA error %d, after %s); going on with "
             "pageable memory, which copies slower. Raise `ulimit -l`%s.",
             self._user,
-            nbytes_text(buffer.nbytes),
+            memory_text(buffer.nbytes),
             int(code),
-            nbytes_text(self.pinned_nbytes),
+            memory_text(self.pinned_nbytes),
             self._advice,
         )
 

@@ -9,7 +9,7 @@ import torch
 from ourshard.runtime.host import HostMemory
 from ourshard.runtime.host_room import free_memory
 from ourshard.runtime.ledger import Kind, Ledger
-from ourshard.runtime.wording import nbytes_text
+from ourshard.runtime.wording import memory_text
 
 
 class HostPool:
@@ -42,8 +42,8 @@ class HostPool:
         room = free_memory()
         if nbytes > room:
             raise MemoryError(
-                f"offload.activations: cpu: the host has no room for another {nbytes_text(nbytes)} of inputs "
-                f"({nbytes_text(room)} are free, this rank's inputs have {nbytes_text(self._memory.nbytes)}). "
+                f"offload.activations: cpu: the host has no room for another {memory_text(nbytes)} of inputs "
+                f"({memory_text(room)} are free, this rank's inputs have {memory_text(self._memory.nbytes)}). "
                 "Use a smaller batch, fewer ranks on this machine, or none."
             )
         self._count(nbytes)
