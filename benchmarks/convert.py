@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 from ourshard.checkpoint.conversion import convert as convert_inside
-from ourshard.checkpoint.inspection import nbytes_text
 from ourshard.checkpoint.source import detect
+from ourshard.runtime.wording import file_text, memory_text
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -160,8 +160,8 @@ def show(title: str, runs: Sequence[Run], copies: Sequence[Run | None]) -> None:
             run.what,
             f"{run.seconds:.1f}",
             f"{run.cpu_seconds:.1f}",
-            f"{nbytes_text(run.source_nbytes / run.seconds)}/s",
-            nbytes_text(run.peak_nbytes),
+            f"{file_text(run.source_nbytes / run.seconds)}/s",
+            memory_text(run.peak_nbytes),
             f"{100 * copy.seconds / run.seconds:.0f}%" if copy else "",
         )
     Console(width=120).print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,23 @@ def test_what_is_required_is_what_is_imported():
     ours = {"ourshard", "_ourshard_autoload"}
     optional = {"transformers", "peft", "matplotlib", "triton", "typing_extensions"}  # the last one for type checkers
     assert imported - sys.stdlib_module_names - ours - optional == required
+
+
+SCRIPTS = [*sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "examples").glob("*.py"))]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_what_a_script_imports_of_the_package_is_there(script):
+    """Few of the benchmarks are run by tests."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("ourshard"):
+            names = [name.name for name in node.names]
+            module = importlib.import_module(str(node.module))
+            assert [name for name in names if not hasattr(module, name) and not _is_module(node.module, name)] == []
+
+
+def _is_module(package: str | None, name: str) -> bool:
+    return importlib.util.find_spec(f"{package}.{name}") is not None
 
 
 def _tops(tree: ast.AST) -> Iterator[str]:
