@@ -15,6 +15,7 @@ from ourshard.integrations.advising import advised
 from ourshard.runtime import api
 from ourshard.runtime.engine import ENGINES
 from ourshard.runtime.optim import writing_masters
+from ourshard.runtime.shown import own_of
 
 
 class ShardOptimizer(AcceleratedOptimizer):
@@ -122,12 +123,12 @@ def _strangers(optimizer: Optimizer) -> str:
     several = dist.is_initialized() and dist.get_world_size() > 1
     engines = [engine for engine in ENGINES if not several or engine.mesh.world.size > 1]
     models = [engine.model() for engine in engines]
-    known = {id(parameter) for model in models if model is not None for parameter in model.parameters()}
+    known = {id(own_of(parameter)) for model in models if model is not None for parameter in model.parameters()}
     known |= {id(run.parameter) for engine in engines for lane in engine.lanes() for run in lane.runs}
     strange = [
         f"{tuple(parameter.shape)} in group {number}"
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
-        if id(parameter) not in known
+        if id(own_of(parameter)) not in known
     ]
     return f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}"

@@ -19,6 +19,7 @@ from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.in_backward import refuse_clipping, refuse_part_of
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.mesh import Axis
+from ourshard.runtime.shown import ShownParameter, own_of
 
 _before_clipping: OrderedDict[int, Callable[[], None]] = OrderedDict()
 
@@ -118,11 +119,22 @@ class _Asked:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.by_lane: dict[Lane, set[int]] = {}
         self.others: list[torch.Tensor] = []
-        for parameter in {id(parameter): parameter for parameter in parameters}.values():
+        own = map(_with_gradient, parameters)
+        for parameter in {id(parameter): parameter for parameter in own}.values():
             if isinstance(parameter, ShardParameter):
                 self.by_lane.setdefault(parameter._lane, set()).add(parameter._position)
             else:
                 self.others.append(parameter)
+
+
+def _with_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the user's own parameter for a leaf that was asked for: Note [Shown leaves] in shown.py."""
+    if isinstance(parameter, ShardParameter):
+        return parameter
+    if not isinstance(parameter, ShownParameter) and (parameter.grad is not None or not parameter.requires_grad):
+        return parameter  # needs no search, which takes the host 1 us
+    found: torch.Tensor = own_of(parameter)
+    return found
 
 
 class _AskedOfModel(_Asked):

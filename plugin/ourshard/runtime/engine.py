@@ -40,6 +40,7 @@ from ourshard.runtime.peer import PeerCopies
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action, Event, Schedule
 from ourshard.runtime.settling import settle
+from ourshard.runtime.shown import hide_gradients, show, show_gradients, take_shown, take_writes
 from ourshard.runtime.streams import Streams, profiler_range
 from ourshard.runtime.unit import Unit
 
@@ -103,7 +104,7 @@ class Engine:
         self.replayed = 0  # how many were
         self._forward_depth = 0
         self._doors = 0  # modules that are called on their own and under way
-        self._held: list[Unit] = []
+        self.held: list[Unit] = []
         self.in_flight = InFlight(self.streams)
         self.newcomers = Newcomers(self)
         self.in_backward: StepsInBackward | None = None  # set once the units are there, where the config asks for it
@@ -177,8 +178,9 @@ class Engine:
         self.measuring.begin_phase("forward", counts=grad)
         if grad:
             self.newcomers.refuse()
+            take_shown(self.held)
             self.sync_backward = self.require_sync
-            self._follow_requires_grad()
+            self.follow_requires_grad()
             if self.inputs is not None:
                 self.inputs.begin_forward()
         if self.writes:
@@ -192,7 +194,7 @@ class Engine:
                 lane.follow_moved()
                 lane.mark_stale()
                 lane.fill()
-        self._held_before = len(self._held)
+        self._held_before = len(self.held)
         if len(self._unsharded) < len(self.units):  # else it is local: a rank may evaluate alone, as under DDP
             title = f"{'with' if grad else 'without'} gradients, {self._root_state}"
             self.schedule.begin(("forward", title), self.config.prefetch.forward)
@@ -216,7 +218,9 @@ class Engine:
             self.measuring.end_phase()
             self.forward_has_grad = False
             self._release_ahead()
-            if not has_backward:
+            if has_backward:
+                show_gradients(self.held)
+            else:
                 self._release_held(self._held_before)
             if self.read_disk is not None and not torch.is_grad_enabled() and not self.schedule.joins:
                 self.read_disk.agree("the end of a forward without gradients")
@@ -246,15 +250,17 @@ class Engine:
         if torch.is_grad_enabled() and self.root.watch(outputs):
             for unit in units:
                 self.hold(unit)
+            show_gradients(units)
         elif not self.root.held and not self._doors:
             for unit in units:
                 unit.release()
 
     def hold(self, unit: Unit) -> None:
         """Keep a unit whole until the end of backward (or of a forward that has none)."""
+        show(unit)
         if not unit.held:
             unit.held = True
-            self._held.append(unit)
+            self.held.append(unit)
 
     def may_gather(self) -> bool:
         """Say whether code that reads a resting parameter runs inside of a forward (or backward) of this model."""
@@ -266,7 +272,8 @@ class Engine:
         lane.recast(dtype)
         lane.unit.mark_stale()
 
-    def _follow_requires_grad(self) -> None:
+    def follow_requires_grad(self) -> None:
+        """Take over what the user set `requires_grad` of parameters to."""
         promoted = False
         with torch._C.DisableTorchFunctionSubclass():
             for lane in self.lanes():
@@ -316,6 +323,8 @@ class Engine:
             return
         if self.in_backward is not None:
             self.in_backward.check_backward()
+        take_writes(self.held)
+        hide_gradients(self.held)
         self.phase_is_backward = True
         self.measuring.begin_phase("backward")
         self.keeps_graph = torch.is_grad_enabled()
@@ -364,10 +373,10 @@ class Engine:
 
     def _release_held(self, before: int = 0) -> None:
         """Release what was held, from number `before` on: a forward without backward keeps what others hold."""
-        for unit in self._held[before:]:
+        for unit in self.held[before:]:
             unit.held = False
             unit.release()
-        del self._held[before:]
+        del self.held[before:]
 
     def _release_ahead(self) -> None:
         """Release units that were gathered ahead, or joined, and not used; or merged ones that were used in part."""
@@ -408,7 +417,7 @@ class Engine:
                 if unit.installed or unit.whole:
                     unit.release()
             unit.mark_stale()
-        self._held = [unit for unit in self._held if unit.held]
+        self.held = [unit for unit in self.held if unit.held]
         for lane in sent:
             lane.sent = True
         stepping = self.host is not None and any(lane.stepping for lane in self.lanes())
@@ -455,7 +464,7 @@ class Engine:
             self.inputs.end_backward()
         self.streams.join()
         self.in_flight.forget()
-        self._held.clear()
+        self.held.clear()
         if self.peer is not None:
             self.peer.abandon()
         if self.in_backward is not None:

@@ -146,12 +146,12 @@ class ShardParameter(Resting, nn.Parameter):
     @property
     def grad(self) -> Any:  # type: ignore[override]
         """Return a handle of the gradient, or None when there is none; in a hook what this rank has got so far."""
-        return self.leaf.grad if self._heard else self._lane.gradient_handle(self._position)
+        return GET_GRAD(self.leaf) if self._heard else self._lane.gradient_handle(self._position)
 
     @grad.setter
     def grad(self, value: Any) -> None:
         if self._heard:
-            self.leaf.grad = value
+            SET_GRAD(self.leaf, value)
             return
         own = isinstance(value, ShardGradient) and (value._lane, value._position) == (self._lane, self._position)
         if own:

@@ -103,6 +103,7 @@ class LaneChanges(LaneFill):
             self.full.relabel(Kind.FULL)
             views = [self.whole_view(self.full.tensor, position) for position in range(len(self.parameters))]
             self.leaves = [self._make_leaf(tensor, view) for tensor, view in zip(self.resting, views, strict=True)]
+            self._note_leaves()
             self.unit.add_sites(cast("Lane", self))
         if self.placement.whole:
             self._point_to_masters()

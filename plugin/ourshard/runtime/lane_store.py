@@ -41,6 +41,7 @@ from ourshard.runtime.layout import LaneLayout, RowRange
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At
 from ourshard.runtime.secondary import SecondaryShard
+from ourshard.runtime.shown import note_leaves
 from ourshard.runtime.states import Column
 from ourshard.runtime.strays import StrayGradients
 
@@ -306,9 +307,14 @@ class LaneStore:
             for name, tensor in itertools.product(names, objects):
                 setattr(tensor, name, tensor.data)
         self.watch_strays()
+        self._note_leaves()
         if self.placement.params is At.SHARD:
             self.full.count_own()
             self.full.free()
+
+    def _note_leaves(self) -> None:
+        if not self.direct:
+            note_leaves(cast("Lane", self))
 
     def watch_strays(self) -> None:
         """Let gradients that reach what the user holds go to the leaves: Note [Stray gradients] in strays.py."""

@@ -29,6 +29,7 @@ from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane,
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
 from ourshard.runtime.probe import TRIALS, can_step_in_turns, needs_whole, steps_each_alone
 from ourshard.runtime.run import Run
+from ourshard.runtime.shown import take_own, take_writes
 
 
 class _Adopted:
@@ -59,6 +60,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     Works before and after the first step, and keeps state that exists. Raises `ValueError` for an optimizer that can
     step neither flat rows nor whole parameters one by one, where masters are shards.
     """
+    take_own(optimizer)
     whole: bool | None = None  # not known yet
     for group in optimizer.param_groups:
         if any(_adoptable(p) for p in group["params"]):
@@ -287,6 +289,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for engine in ENGINES:
         engine.land_masters()
+        take_writes(engine.held)
     bring_up_to_date(optimizer)
     _refuse_in_hooks(optimizer)
     known = _ADOPTED[optimizer]

@@ -13,9 +13,10 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.in_backward import check_whole_step
 from ourshard.runtime.kept import count_references, hear_of_gradients, leave_views, note_taken
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.shown import hide_gradients, show, take_writes
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
-from ourshard.runtime.writing import write_whole
+from ourshard.runtime.writing import take_whole, write_whole
 
 _EXTRA_STATE = "_extra_state"  # as torch names it
 
@@ -25,6 +26,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
     """Make `units` whole, in place, for the time of the context; see `api.gathered`."""
     check_whole_step(engine)
     engine.control.agree(f"gathered({', '.join(unit.label for unit in units[:3])}{', ...' if len(units) > 3 else ''})")
+    _close_forward(engine)
     resting = [unit for unit in units if not unit.installed]
     leaves = count_references([unit for unit in resting if not unit.whole])
     with torch.no_grad():
@@ -33,6 +35,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
             unit.finish_gather()
             unit.install()
             unit.pinned += 1
+            show(unit)
     everything = len(units) == len(engine.units)
     before = _direct_gradients(engine) if everything else []
     engine.gathered_depth += everything
@@ -82,6 +85,13 @@ def check_no_writes(engine: Engine) -> None:
         )
 
 
+def _close_forward(engine: Engine) -> None:
+    """Let no leaf be as a forward left it, and each as its parameter: Note [Shown leaves] in shown.py."""
+    hide_gradients(engine.held)
+    if engine.outside_of_forward:
+        engine.follow_requires_grad()
+
+
 def _direct_gradients(engine: Engine) -> list[tuple[int, int]]:
     """Return what tells whether a backward changed the gradients of plain parameters."""
     leaves = [leaf for lane in engine.lanes() if lane.direct for leaf in lane.leaves]
@@ -109,11 +119,7 @@ def _write_back(lane: Lane, modifier_rank: int | None) -> None:
     if modifier_rank is not None:
         world = lane.unit.engine.mesh.world
         lane.unit.engine.collectives.broadcast(lane.full.tensor, world, lane.unit.label, modifier_rank)
-    if lane.aliased:
-        return
-    seen = (lane.full.tensor if lane.placement.whole else lane.own).to(lane.master.device)
-    changed = seen != lane.master.to(lane.compute_dtype)
-    torch.where(changed, seen.to(lane.store_dtype), lane.master, out=lane.master)
+    take_whole(lane)
 
 
 def full_state_dict(
@@ -180,6 +186,7 @@ def iter_full(
     gathered. Where `wanted` is false, the rank takes part and yields nothing.
     """
     check_readable(engine)
+    take_writes(engine.held)
     engine.control.agree("reading all parameters (state_dict, save)")
     for lane in engine.lanes():
         if trainable_only and not lane.trainable:

@@ -75,5 +75,6 @@ def _catch(lane: Lane, position: int, gradients: tuple[torch.Tensor | None, ...]
 def _give_leaf(lane: Lane, position: int, gradient: torch.Tensor) -> None:
     leaf = lane.leaves[position]
     gradient = gradient.to(leaf.dtype, copy=True)
-    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+    before = GET_GRAD(leaf)
+    SET_GRAD(leaf, gradient if before is None else before + gradient)
     lane.unit.engine.begin_backward()

@@ -33,6 +33,7 @@ from ourshard.runtime.meter import Spent
 from ourshard.runtime.passage import Passage
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action
+from ourshard.runtime.shown import Shown, hide_gradients, take_flags
 from ourshard.runtime.streams import Queue
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Unit:
         self.is_ahead = False  # gathered and not asked for since
         self.installed = False
         self.held = False
+        self.shown: Shown | None = None  # how the leaves were that modules show while no forward runs
         self.pinned = 0  # `gathered(...)` contexts around it
         self.calls = _Calls()
         self._begun: list[weakref.ref[Call]] = []  # calls whose backward has
@@ -200,6 +202,9 @@ class Unit:
     def uninstall(self, count: int | None = None) -> None:
         """Put back what the leaves took the places of: all, or the first `count` of an installation that failed."""
         self.installed = False
+        if self.shown is not None:
+            hide_gradients((self,))
+            take_flags(self)
         for registry, attribute, _, resting in self._sites[:count]:
             registry[attribute] = resting
 

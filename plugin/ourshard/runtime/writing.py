@@ -35,6 +35,16 @@ def write_whole(lane: Lane, position: int, value: torch.Tensor) -> None:
         kept.view(-1)[offset : offset + block.numel()].copy_(block)
 
 
+@torch.no_grad()
+def take_whole(lane: Lane) -> None:
+    """Take changed elements of the whole parameters into the masters; unchanged ones keep the master's precision."""
+    if lane.aliased:
+        return
+    seen = (lane.full.tensor if lane.placement.whole else lane.own).to(lane.master.device)
+    changed = seen != lane.master.to(lane.compute_dtype)
+    torch.where(changed, seen.to(lane.store_dtype), lane.master, out=lane.master)
+
+
 def written(lane: Lane) -> None:
     """Forget whole parameters that a write left behind: Note [Writing]."""
     unit = lane.unit
