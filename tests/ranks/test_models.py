@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from tests.ranks.nets import Toy, numbers, toy
 from tests.ranks.pairs import joined, pair, part
@@ -120,6 +121,29 @@ def follow_by_shards(config: dict[str, Any]) -> None:
             torch.testing.assert_close(target(part(joined(step))), part(plain_target(joined(step))))
     for name, value in full_state_dict(target).items():
         torch.testing.assert_close(value, plain_target.state_dict()[name], atol=1e-6, rtol=0)
+
+
+def average(config: dict[str, Any]) -> None:
+    """The averages of torch itself: a running mean, and the mean of all steps."""
+    from ourshard import full_state_dict, shard_model
+
+    for mean in (get_ema_multi_avg_fn(0.9), get_swa_multi_avg_fn()):
+        online = pair(config, toy, sgd)
+        plain, sharded = (AveragedModel(toy(), multi_avg_fn=mean) for _ in range(2))
+        shard_model(sharded, config)
+        for step in range(3):
+            online.train(1, first=step)
+            plain.update_parameters(online.plain)
+            sharded.update_parameters(online.sharded)
+            with torch.no_grad():
+                torch.testing.assert_close(sharded(part(joined(step))), part(plain(joined(step))))
+        for name, value in full_state_dict(sharded).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_averages_of_weights_that_torch_takes_are_those_of_one_process(ranks, stage):
+    ranks(2)(average, {"stage": stage, "persist_below": 20})
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -36,7 +36,7 @@ WRITES: dict[str, Write] = {
     "foreach": lambda w: torch._foreach_mul_([w], 0.5),
     "init": lambda w: nn.init.constant_(w, 0.125),
 }
-ALWAYS_RIGHT = {"data.copy_", "detach().fill_", "copy_", "add_", "+=", "mul_", "zero_"}
+ALWAYS_RIGHT = {"data.copy_", "detach().fill_", "copy_", "add_", "+=", "mul_", "zero_", "foreach"}
 
 
 def write(config: dict[str, Any]) -> dict[str, str]:

@@ -174,6 +174,8 @@ class ShardParameter(Resting, nn.Parameter):
             return self._cast(func, args, kwargs)
         if func in _ROW_BY_ROW and is_first:
             return self._change_rows(func, args, kwargs)
+        if func in _LISTS and any(isinstance(target, ShardParameter) for target in args[0]):
+            return self._change_lists(func, args, kwargs)
         if func in _BACKWARDS:
             return func(*tree_map(_leaf_of, args), **tree_map(_leaf_of, kwargs))
         name = getattr(func, "__name__", "")
@@ -259,6 +261,23 @@ class ShardParameter(Resting, nn.Parameter):
             func(*args, **kwargs)
         written(self._lane)
         return self
+
+    @staticmethod
+    def _change_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Change this rank's rows of each parameter in a list, as `_change_rows` those of one."""
+        from ourshard.runtime.writing import written
+
+        targets = args[0]
+
+        def rows(own: Any, value: Any) -> Any:
+            return own._same_rows(value) if isinstance(own, ShardParameter) and torch.is_tensor(value) else value
+
+        local = [own.local if isinstance(own, ShardParameter) else own for own in targets]
+        others = [list(map(rows, targets, arg)) if isinstance(arg, (list, tuple)) else arg for arg in args[1:]]
+        with torch.no_grad():
+            func(local, *others, **kwargs)
+        for lane in {own._lane for own in targets if isinstance(own, ShardParameter)}:
+            written(lane)
 
     def _same_rows(self, value: torch.Tensor) -> torch.Tensor:
         """Return the rows of `value` that this rank holds of this parameter."""
@@ -379,6 +398,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 # Changes in place that each rank can make of its rows, if every rank makes them.
 _ROW_BY_ROW = {_T.mul_, _T.add_, _T.sub_, _T.div_, _T.lerp_, _T.zero_, _T.fill_, nn.init.constant_}
 _ROW_BY_ROW |= {_T.clamp_, _T.clamp_min_, _T.clamp_max_, _T.clip_, _T.nan_to_num_, _T.abs_, _T.neg_, _T.pow_}
+
+# The same for lists, as the averages of `torch.optim.swa_utils` are taken.
+_LISTS = {getattr(torch, f"_foreach_{name}_") for name in ("mul", "add", "sub", "div", "lerp", "zero", "copy", "neg")}
 
 # Changes of a gradient in place, by numbers, that each rank can make of its rows.
 _BY_NUMBERS = {_T.mul_, _T.div_, _T.add_, _T.sub_, _T.clamp_, _T.clip_, _T.nan_to_num_, _T.sign_, _T.neg_}
