@@ -1,4 +1,4 @@
-"""Saves written in the background: what they hold, how they fail, and what a save does beside another."""
+"""CASES I02. Saves written in the background: what they hold, how they fail, and what a save does beside another."""
 
 from __future__ import annotations
 

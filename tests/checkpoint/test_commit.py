@@ -1,4 +1,4 @@
-"""A save that is stopped at any instant leaves the newest committed checkpoint whole, bit for bit."""
+"""CASES A05: a save that is stopped at any instant leaves the newest committed checkpoint whole, bit for bit."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_whole_files_with_odd_content_give_a_clear_error_or_are_read(name: str, 
 
 
 def test_a_slice_of_one_rank_where_the_whole_should_be_is_refused(tmp_path: Path) -> None:
-    """Older accelerate wrote rank 0's slice of each adapter as if it were whole, and nothing told."""
+    """Older accelerate wrote rank 0's slice of each adapter as if it were whole, and nothing told (CASES A15)."""
     folder = copied("fsdp2_full", tmp_path)
     model = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
     model["back.weight"] = model["back.weight"][:3].clone()

@@ -32,7 +32,7 @@ def test_the_fixtures_are_read_as_they_were(name: str) -> None:
 
 
 def test_from_pretrained_of_a_checkpoint_by_rows_says_what_makes_a_model_of_it(tmp_path: Path) -> None:
-    """Transformers alone says that a file is missing."""
+    """A11: transformers alone says that a file is missing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     save(tmp_path / "checkpoint-5" / "ourshard", make_state(), 1)
@@ -51,7 +51,7 @@ def test_from_pretrained_of_a_checkpoint_by_rows_says_what_makes_a_model_of_it(t
 def test_from_pretrained_loads_what_was_converted_from_our_format(
     tmp_path: Path, max_shard_size: Any, dtype: Any
 ) -> None:
-    """The folder is usable as it is, and config.json names the dtype that the files have."""
+    """CASES A03, A11: the folder is usable as it is, and config.json names the dtype that the files have."""
     transformers = pytest.importorskip("transformers")
     convert(FIXTURES / SINGLE, tmp_path / "ours", to="ourshard", world_size=3)
     convert(tmp_path / "ours", tmp_path / "hf", to="safetensors", max_shard_size=max_shard_size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""While an optimizer's state is loaded, a rank holds no more than that of one unit besides its own."""
+"""CASES A14: while an optimizer's state is loaded, a rank holds no more than that of one unit besides its own."""
 
 from __future__ import annotations
 

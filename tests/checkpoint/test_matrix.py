@@ -1,4 +1,4 @@
-"""From every fixture to every format and back: what a format in between can hold comes back bit for bit."""
+"""From every fixture to every format and back: what a format in between can hold comes back bit for bit (X04, I11)."""
 
 from __future__ import annotations
 

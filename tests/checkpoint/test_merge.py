@@ -227,7 +227,7 @@ def test_adapters_only_takes_the_adapter_with_its_state(tmp_path: Path) -> None:
 
 
 def test_an_adapter_from_our_format_loads_in_peft(tmp_path: Path) -> None:
-    """The adapter alone, under the names and with the config that PEFT expects."""
+    """CASES A15: the adapter alone, under the names and with the config that PEFT expects."""
     model, weights, config = make_peft(target_modules=["body", "embed"], modules_to_save=["head"])
     save_ours(tmp_path / "ours", weights, config)
     report = convert(tmp_path / "ours", tmp_path / "out", to="peft")

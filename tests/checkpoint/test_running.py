@@ -272,6 +272,7 @@ def load_a_rate_in_a_tensor(root: str) -> tuple[bool, list[float]]:
 
 
 def test_a_rate_that_is_a_tensor_stays_the_tensor_that_others_hold(ranks: Any, tmp_path: Path) -> None:
+    """CASES A06."""
     assert ranks(1)(load_a_rate_in_a_tensor, str(tmp_path)) == [(True, pytest.approx([1e-3, 0.25]))]
 
 
@@ -323,6 +324,7 @@ def test_what_does_not_fit_or_is_damaged_changes_nothing(
 
 @pytest.mark.parametrize("world", READERS)
 def test_it_loads_at_any_stage_and_world_and_trains_on(ranks: Any, saved: dict[str, Any], world: int) -> None:
+    """CASES A02, I01."""
     assert_loads_everywhere(ranks, saved, world, READERS[world])
 
 

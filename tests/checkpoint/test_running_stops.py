@@ -112,6 +112,7 @@ def save_on_rank_0(root: str) -> str:
 
 
 def test_a_save_on_one_rank_alone_is_an_error_that_names_both_places(ranks: Any, tmp_path: Path) -> None:
+    """CASES A08."""
     for told in ranks(2)(save_on_rank_0, str(tmp_path)):
         assert "save: making alone" in told
         assert "reading all parameters" in told
@@ -148,6 +149,7 @@ def read_whole(stage: int) -> tuple[list[str], bool]:
 
 
 def test_parameters_are_read_whole_one_by_one_under_the_names_of_the_model(ranks: Any) -> None:
+    """CASES X07, I13."""
     wanted = {name for name, _ in Odd().named_parameters()}
     for names, equal in ranks(2)(read_whole, 3):
         assert equal
@@ -247,7 +249,7 @@ def counted(root: str, layers: int) -> tuple[int, int, float]:
 
 
 def test_a_save_plans_without_words_and_a_load_reads_no_other_rank_s_rows(ranks: Any, tmp_path: Path) -> None:
-    """Three agreements a save and two a load, whatever the model; each rank reads its own rows.
+    """CASES A18 and A14: three agreements a save and two a load, whatever the model; each rank reads its own rows.
 
     It reads them twice, with those of its share of the hashes: together the half of the files on two ranks.
     """
@@ -284,4 +286,5 @@ def saved_slowly(root: str) -> bool:
 
 
 def test_a_disk_that_takes_longer_than_a_collective_may_wait_stops_nothing(ranks: Any, tmp_path: Path) -> None:
+    """CASES A09."""
     assert ranks(2)(saved_slowly, str(tmp_path)) == [True, True]

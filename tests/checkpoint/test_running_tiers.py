@@ -97,6 +97,7 @@ def two_models(root: str, asynchronous: bool) -> tuple[list[float], list[float]]
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 def test_two_models_with_two_optimizers_go_on(ranks: Any, tmp_path: Path, asynchronous: bool) -> None:
+    """CASES F06."""
     for losses, again in ranks(2)(two_models, str(tmp_path), asynchronous):
         assert losses == again
     assert sorted(path.name for path in (tmp_path / "both").glob("ourshard*")) == ["ourshard", "ourshard_1"]

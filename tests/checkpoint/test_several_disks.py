@@ -1,4 +1,4 @@
-"""Each machine has a disk of its own. Ranks with folders of their own stand for machines."""
+"""CASES A16: each machine has a disk of its own. Ranks with folders of their own stand for machines."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_each_of_thousands_of_small_tensors_costs_as_much_as_each_of_a_few(tmp_p
 
 
 def test_a_slice_that_is_not_what_its_place_needs_is_refused_by_the_writer() -> None:
-    """A placeholder or a flat slice never becomes a file."""
+    """CASES A01: a placeholder or a flat slice never becomes a file."""
     for shape, tensor, starts in [
         ((4, 3), torch.zeros(12), None),
         ((4, 3), torch.zeros(2, 2), None),
@@ -189,7 +189,7 @@ def test_ranks_that_disagree_on_a_shape_or_a_step_are_named(tmp_path: Path) -> N
 
 
 def test_nodes_with_disks_of_their_own_load_what_is_there_and_name_what_is_not(tmp_path: Path) -> None:
-    """One manifest for each node, self-sufficient, and the gap is said."""
+    """CASES A16: one manifest for each node, self-sufficient, and the gap is said."""
     state = {key: tensor for key, tensor in make_state().items() if tensor.dim() and key.kind != BUFFER}
     save(tmp_path / "node0" / "c", state, 4, ranks=[0, 1])
     save(tmp_path / "node1" / "c", state, 4, ranks=[2, 3])

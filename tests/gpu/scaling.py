@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/gpu/scaling.py
 
-Prints one line a configuration; exits with 1 if any is off.
+Prints one line a configuration; exits with 1 if any is off. C05, G07.
 """
 
 from __future__ import annotations

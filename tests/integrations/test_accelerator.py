@@ -77,7 +77,7 @@ def test_a_loop_trains_as_in_one_process(ranks, stage, accumulate):
 
 @pytest.mark.parametrize("order", ["together", "optimizer first", "one by one, the optimizer made late"])
 def test_the_order_of_prepare_does_not_matter_and_groups_stay_the_users_own(ranks, order):
-    """No loader and no batch size is needed."""
+    """H03: no loader and no batch size is needed."""
     results = ranks(2)(train, {"stage": 3, "persist_below": 0}, 3, order=order)
     assert_same(results, plain_training(2, 3))
     assert all(result["groups kept"] for result in results)

@@ -1,4 +1,4 @@
-"""Adapters over a base of other dtypes, on two ranks against one process."""
+"""Adapters over a base of other dtypes, on two ranks against one process: cases B01, B03, B05, B08 of CASES.md."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SLOW = [pytest.param(name, stage, marks=pytest.mark.slow) for name in BASES for 
 
 @pytest.mark.parametrize(("name", "stage"), [*EACH, *SLOW])
 def test_adapters_train_over_a_base_of_any_dtype_which_stays_as_it_was(ranks, tmp_path, name, stage):
-    """Losses as in one process, frozen bits and every dtype kept, adapters saved whole."""
+    """B01, B03, B05: losses as in one process, frozen bits and every dtype kept, adapters saved whole."""
     wanted = trained(name, str(tmp_path / "one"), None, alone=True)
     results = ranks(2)(trained, name, str(tmp_path / "two"), {"stage": stage, "persist_below": 50})
     for found in results:
@@ -132,6 +132,7 @@ def reloads(folder: str, shard: dict[str, Any] | None) -> list[Any]:
 
 
 def test_adapters_keep_their_dtype_and_train_on_in_the_one_that_they_are_loaded_in(ranks, tmp_path):
+    """B08."""
     *wanted, saved = reloads(str(tmp_path / "one"), None)
     for *found, told in ranks(2)(reloads, str(tmp_path / "two"), {"stage": 3, "persist_below": 50}):
         assert told == saved

@@ -127,7 +127,7 @@ def reads(folder: str) -> list[str]:
 
 @pytest.mark.ranks
 def test_reading_the_model_on_one_rank_among_our_callbacks_is_safe(ranks: Any, tmp_path: Path) -> None:
-    """No hang and no wrong value, at any event; before the model is sharded it is there."""
+    """D07, I10: no hang and no wrong value, at any event; before the model is sharded it is there."""
     first, second = ranks(2)(reads, str(tmp_path))
     assert first[-1] == second[-1] == "2"
     seen = {text.partition(":")[0]: text.partition(": ")[2] for text in first[:-1]}

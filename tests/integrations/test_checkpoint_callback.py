@@ -96,6 +96,7 @@ def test_saves_change_nothing_and_a_trainer_goes_on_from_them(ranks: Any, tmp_pa
 
 @pytest.mark.ranks
 def test_adapters_go_on_from_them_too(ranks: Any, tmp_path: Path) -> None:
+    """CASES I04."""
     export = str(tmp_path / "adapter")
     whole = ranks(2)(train, str(tmp_path), peft="lora", every_steps=4, export=export)[0]
     assert "adapter_model.safetensors" in folders(tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""Clients as they are, on two ranks against one process, and adapters."""
+"""Clients as they are, on two ranks against one process: C01, C06, D02, F01, F06, F07 of CASES.md, and adapters."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def saves_adapters(folder: str) -> dict[str, Any]:
 
 
 def test_a_save_of_adapters_gathers_adapters_alone_and_all_of_them(ranks, tmp_path):
+    """B06, A15."""
     for told in ranks(2)(saves_adapters, str(tmp_path)):
         assert sum(told["moved"].values()) == told["padded"] * (told["world"] - 1) // told["world"]
         assert set(told["saved"]) == set(told["held"])
@@ -97,6 +98,7 @@ def attaches_adapters() -> tuple[int, int]:
 
 
 def test_attaching_adapters_to_a_sharded_model_gathers_nothing(ranks):
+    """B09."""
     assert ranks(2)(attaches_adapters) == [(0, 4), (0, 4)]
 
 
@@ -123,7 +125,7 @@ def reads_on_one_rank(folder: str, stage: int) -> list[str]:
 
 
 def test_a_callback_that_reads_weights_on_one_rank_sees_them_or_hears_what_to_do(ranks, tmp_path):
-    """No hang, no zeros, and training goes on."""
+    """D07: no hang, no zeros, and training goes on."""
     whole, none = ranks(2)(reads_on_one_rank, str(tmp_path / "2"), 2)
     assert float(whole[1]) > 1
     sharded, _ = ranks(2)(reads_on_one_rank, str(tmp_path / "3"), 3)

@@ -1,4 +1,4 @@
-"""`ShardEMACallback`: the average of a sharded run is that of one process, and training does not see it."""
+"""`ShardEMACallback`: the average of a sharded run is that of one process, and training does not see it (I03)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failing rank ends the job in seconds, and its traceback is the last in the log."""
+"""A failing rank ends the job in seconds, and its traceback is the last in the log (CASES.md, D05)."""
 
 from __future__ import annotations
 

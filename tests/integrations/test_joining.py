@@ -1,4 +1,4 @@
-"""Ranks that run out of batches go on answering; the result is that of one process where they give zeros."""
+"""Ranks that run out of batches go on answering; the result is that of one process where they give zeros (I06)."""
 
 from __future__ import annotations
 

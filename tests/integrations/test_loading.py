@@ -1,4 +1,7 @@
-"""`from_pretrained` and `init_context` under ourshard: stock values on every rank, and each rank's rows read once."""
+"""`from_pretrained` and `init_context` under ourshard: stock values on every rank, and each rank's rows read once.
+
+Cases E01, E02, E05 and X05 of CASES.md.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def limited(root: str, config: dict[str, Any]) -> tuple[list[str], list[str], li
 def test_the_last_good_one_stays_until_the_new_one_is_complete(
     ranks: Any, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    """Accelerate's own total_limit removes it first."""
+    """CASES A05: accelerate's own total_limit removes it first."""
     for failed, left, losses, again in ranks(2)(limited, str(tmp_path), config):
         assert failed == ["checkpoint_0", "checkpoint_1"]
         assert left == ["checkpoint_1", "checkpoint_2"]  # what was not finished is not counted, and stays

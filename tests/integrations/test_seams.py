@@ -1,4 +1,4 @@
-"""A version of accelerate whose seams moved is left alone, and its first use says which versions were tried."""
+"""A version of accelerate whose seams moved is left alone, and its first use says which versions were tried (H05)."""
 
 from __future__ import annotations
 

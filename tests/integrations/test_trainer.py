@@ -1,4 +1,7 @@
-"""What a Trainer does on ranks, sharded, against the same in one process on the joined batches."""
+"""What a Trainer does on ranks, sharded, against the same in one process on the joined batches.
+
+Cases C01, C06, A01, B01, B05, B06, D02, F05 of CASES.md.
+"""
 
 from __future__ import annotations
 

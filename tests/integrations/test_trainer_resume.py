@@ -30,7 +30,7 @@ def told_of(found: Run) -> dict[str, Any]:
 
 
 def assert_goes_on(found: list[dict[str, Any]], wanted: Any) -> None:
-    """Losses, norms, weights as of a run without a stop, and exactly its learning rates."""
+    """CASES A02, A06: losses, norms, weights as of a run without a stop, and exactly its learning rates."""
     for told in found:
         assert told["rates"] == wanted.column("learning_rate")
         assert np.allclose(told["losses"], wanted.column("loss"), atol=1e-5)

@@ -81,6 +81,7 @@ def sent_to_vllm(folder: str, shard: dict[str, Any] | None) -> dict[str, dict[st
 
 
 def test_weights_on_their_way_to_vllm_are_whole_and_merged(ranks, tmp_path):
+    """X07."""
     wanted = sent_to_vllm(str(tmp_path / "one"), None)
     assert len(wanted["None"]) == len(wanted["lora"]) == 21
     for found in ranks(2)(sent_to_vllm, str(tmp_path / "two"), {"stage": 3, "persist_below": 30}):

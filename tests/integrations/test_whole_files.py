@@ -1,4 +1,4 @@
-"""Whole files written by all ranks at once: nothing is gathered, and each byte is in its place."""
+"""Whole files written by all ranks at once (CASES A09, A12): nothing is gathered, and each byte is in its place."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def save_on_rank_0(folder: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rank_0_alone_saves_a_model_that_it_has_whole(ranks: Any, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Of stage 2 and below, an export under `is_main_process` just works, with masters in fp32 too."""
+    """CASES A08: of stage 2 and below, an export under `is_main_process` just works, with masters in fp32 too."""
     expected = ranks(2)(save_on_rank_0, str(tmp_path), dtype)[0]
     saved = load_file(tmp_path / "model.safetensors")
     assert expected.keys() - saved.keys() == {"head.weight"}

@@ -24,7 +24,7 @@ EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
 class Crossed(nn.Module):
-    """Every way to use a parameter outside of the module that owns it."""
+    """Every way of F08 to use a parameter outside of the module that owns it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def keep_after_block(config: dict[str, Any]) -> None:
 
 
 def test_what_is_kept_of_a_gathered_model_is_an_error_or_stays_as_it_was(ranks):
-    """Use after release. Reading it once ended the process."""
+    """X07: use after release. Reading it once ended the process."""
     ranks(2)(keep_after_block, {"stage": 3, "persist_below": 0})
 
 
@@ -364,7 +364,7 @@ def look(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_looking_at_a_resting_parameter_shows_the_whole_one_and_moves_nothing(ranks):
-    """Shape, numel and repr are those of the whole parameter, at no communication."""
+    """B05, B09, F09: shape, numel and repr are those of the whole parameter, at no communication."""
     wanted = toy().blocks[1].up.weight
     for seen in ranks(2)(look, {"stage": 3, "persist_below": 0}):
         assert seen["shape"] == seen["meta"] == seen["zeros"] == tuple(wanted.shape)

@@ -1,4 +1,4 @@
-"""Norms and clipping over sharded, whole, tied, frozen, unused and empty parameters."""
+"""C02, F09: norms and clipping over sharded, whole, tied, frozen, unused and empty parameters."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def clip_with_torch(config: dict[str, Any]) -> str:
 
 
 def test_torchs_own_clipping_is_right_or_refused_with_what_to_call(ranks):
-    """Never the norm of one rank's part."""
+    """C02: never the norm of one rank's part."""
     for name, config in CONFIGS.items():
         for message in ranks(2)(clip_with_torch, config):
             assert not message or "clip_grad_norm_" in message, f"{name}: {message}"

@@ -46,7 +46,7 @@ def test_training_with_coded_weights_stays_near_one_process(ranks):
 
 @pytest.mark.slow
 def test_hybrid_meshes_stay_near_one_process(ranks):
-    """2 x 2, 4 x 1, and 1 x 4 where nothing is gathered and all is exact."""
+    """X01: 2 x 2, 4 x 1, and 1 x 4 where nothing is gathered and all is exact."""
     task = llama_task(optimizer=adamw, steps=3)
     configs = {"2x2": {**INT8, "shard_size": 2}, "4x1": INT8, "1x4": {**INT8, "shard_size": 1}}
     results, expected = ranks(4)(train_all, task, configs), reference(task, 4)

@@ -1,4 +1,4 @@
-"""Codecs with everything else. Odd sizes and zero blocks, all ways to accumulate, several forwards, a join."""
+"""X03: codecs with everything else. Odd sizes and zero blocks, all ways to accumulate, several forwards, a join."""
 
 from __future__ import annotations
 

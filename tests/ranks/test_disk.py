@@ -379,6 +379,7 @@ def refused(config: dict[str, Any], free: int | None) -> None:
     ],
 )
 def test_a_disk_that_can_not_serve_is_refused_before_the_model_is_sharded(ranks, path, free, said):
+    """I14."""
     with pytest.raises(AssertionError, match=said) as caught:
         ranks(2)(refused, {"stage": 3, "persist_below": 0, "offload": disk(path)}, free)
     assert len(caught.value.failures) == 2
@@ -409,6 +410,7 @@ def without_a_model(folder: str) -> str:
 
 
 def test_a_folder_that_is_none_is_refused_before_a_model_is_there(ranks, tmp_path):
+    """I14."""
     for said in ranks(2)(without_a_model, str(tmp_path / "none")):
         assert "none is not a folder; make it, on a local disk, on every machine" in said
     assert ranks(2)(without_a_model, str(tmp_path)) == ["", ""]

@@ -1,4 +1,4 @@
-"""Masters and states over shard x replicate: what one process gives, on 2 x 2, 4 x 1 and 1 x 4."""
+"""Masters and states over shard x replicate (I09): what one process gives, on 2 x 2, 4 x 1 and 1 x 4 (X01)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No option is accepted and ignored. Each one changes what a run does, is refused, or is named as inactive."""
+"""H06: no option is accepted and ignored. Each one changes what a run does, is refused, or is named as inactive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model families, each trained three steps on two ranks at stage 3 and in one process."""
+"""Model families, each trained three steps on two ranks at stage 3 and in one process. D01, D03, F12 of CASES.md."""
 
 from __future__ import annotations
 

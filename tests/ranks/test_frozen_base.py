@@ -1,4 +1,4 @@
-"""A frozen base costs what it weighs: memory and traffic follow the trained parameters; mixed dtypes go."""
+"""A frozen base costs what it weighs: memory and traffic follow the trained parameters (B02); mixed dtypes go (B03)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_gradients_masters_state_and_reductions_are_of_trained_parameters_alone(
 
 
 class Packed(nn.Parameter):
-    """Codes as bitsandbytes keeps them: an attribute shows the memory; `quant_state` tells how to read them."""
+    """I12. Codes as bitsandbytes keeps them: an attribute shows the memory; `quant_state` tells how to read them."""
 
     CB: torch.Tensor
     quant_state: float

@@ -1,4 +1,4 @@
-"""Gradients that are dropped, zeroed, read, accumulated, or wait; parameters that are frozen and thawed."""
+"""Gradients that are dropped, zeroed, read, accumulated, or wait; parameters that are frozen and thawed (X09)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_gradients_thrown_away_in_the_middle_of_an_accumulation(ranks, config, b
 
 
 def drop_some(config: dict[str, Any]) -> None:
-    """`p.grad = None` between backward and step, as SwAV does with its prototypes."""
+    """X09: `p.grad = None` between backward and step, as SwAV does with its prototypes."""
     both = pair(config, toy, momentum)
     for step in range(5):
         both.zero_grad()
@@ -160,7 +160,7 @@ def test_two_backwards_that_sync_add_up(ranks, config):
 
 
 def freeze_and_thaw(config: dict[str, Any], optimizer: Any, late: bool) -> None:
-    """Steps 0 to 2 frozen, 3 to 5 trainable, 6 frozen again."""
+    """X09: steps 0 to 2 frozen, 3 to 5 trainable, 6 frozen again."""
     both = pair(config, lambda: freeze(toy(), True), optimizer)
     if late:  # the frozen ones join the optimizer when they are thawed, with a rate of their own
         for name, model in (("plain_optimizer", both.plain), ("optimizer", both.sharded)):
@@ -193,6 +193,7 @@ def test_freezing_and_thawing_between_steps_is_honoured(ranks, config, optimizer
 
 @FP32
 def test_thawed_parameters_may_join_the_optimizer_as_a_new_group(ranks, config):
+    """I17."""
     ranks(2)(freeze_and_thaw_picklable, config, "momentum", True)
 
 
@@ -218,7 +219,7 @@ def test_a_parameter_frozen_at_the_first_step_can_be_thawed(ranks, config):
 
 
 def thaw_in_bf16(config: dict[str, Any]) -> dict[str, str]:
-    """A bf16 base, thawed in the middle of a run, has fp32 masters from then on, and small steps count."""
+    """C03 and X09: a bf16 base, thawed in the middle of a run, has fp32 masters from then on, and small steps count."""
     from ourshard import engine_of, full_state_dict, shard_model
 
     model = shard_model(freeze(toy(), True).bfloat16(), {**config, "precision": {"param_dtype": "bfloat16"}})
@@ -246,7 +247,7 @@ def test_a_thawed_bf16_parameter_gets_an_fp32_master(ranks, stage, small):
 
 
 def count_gradient_bytes(config: dict[str, Any]) -> list[int]:
-    """Return bytes of gradients alive after each micro-batch, and those of one shard, padding included."""
+    """E04: return bytes of gradients alive after each micro-batch, and those of one shard, padding included."""
     from ourshard import engine_of, shard_model
 
     model = shard_model(toy(), {**config, "ledger": True})
@@ -265,7 +266,7 @@ def count_gradient_bytes(config: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accumulation_holds_a_shard_of_the_gradients_and_deferred_all_of_them(ranks, stage, world):
-    """P/W elements after every micro-batch by default; P until the sync where that was asked for."""
+    """E04: P/W elements after every micro-batch by default; P until the sync where that was asked for."""
     config = {"stage": stage, "persist_below": 0}
     *sharded, shard = ranks(world)(count_gradient_bytes, config)[0]
     *deferred, _ = ranks(world)(count_gradient_bytes, {**config, "accumulate": "deferred"})[0]

@@ -1,4 +1,4 @@
-"""`offload.activations: cpu`: inputs of recomputed units wait on the host, and no gradient changes by a bit."""
+"""I16, `offload.activations: cpu`: inputs of recomputed units wait on the host, and no gradient changes by a bit."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ SLOW = pytest.mark.slow
     [(3, 0.5), pytest.param(1, None, marks=SLOW), pytest.param(1, 0.5, marks=SLOW), pytest.param(3, None, marks=SLOW)],
 )
 def test_training_has_the_same_bits_as_with_masters_on_the_device(ranks, accumulate, clip):
-    """Clipping counts what is on the host."""
+    """G01: clipping counts what is on the host."""
     task = llama_task(optimizer=adamw, accumulate=accumulate, clip=clip, steps=4)
     here = ranks(2)(train_all, task, PLAIN)
     there = ranks(2)(train_all, task, offloaded(PLAIN))
@@ -156,7 +156,7 @@ def frozen_bytes(offload: dict[str, str]) -> tuple[dict[str, int], int, float]:
 
 
 def test_frozen_parameters_rest_on_the_host_with_offloaded_parameters(ranks):
-    """What adapters train on is not on the device between uses."""
+    """G05: what adapters train on is not on the device between uses."""
     there, here = ranks(2)(frozen_bytes, BOTH), ranks(2)(frozen_bytes, {})
     for (held, frozen, loss), (plain, _, same) in zip(there, here, strict=True):
         assert loss == same
@@ -259,7 +259,7 @@ def short_of_memory(free: int) -> tuple[str, list[str]]:
 
 
 def test_memory_that_the_host_does_not_have_is_named_before_the_model_is_sharded(ranks):
-    """Masters and gradients must fit; AdamW's state should."""
+    """I14: masters and gradients must fit; AdamW's state should."""
     numel = sum(p.numel() for p in llama().parameters())
     for error, _ in ranks(2)(short_of_memory, 7 * numel):
         assert "2 ranks of" in error

@@ -1,4 +1,4 @@
-"""Any optimizer that treats elements one by one, made before or after sharding; unknown others are refused."""
+"""Any optimizer that treats elements one by one, made before or after sharding; unknown others are refused (X08)."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def refuse(config: dict[str, Any], kind: str) -> str:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["LBFGS"])
 def test_optimizers_that_need_all_parameters_at_once_are_refused_by_name(ranks, stage, kind):
+    """X08."""
     for message in ranks(2)(refuse, {"stage": stage, "persist_below": 0}, kind):
         assert kind in message
         assert "stage 0" in message
@@ -231,7 +232,7 @@ def own_optimizer(config: dict[str, Any]) -> str:
 
 @EVERY
 def test_a_users_own_optimizer_works_or_is_refused_by_what_it_does(ranks, config):
-    """The probe sees that a norm over a whole matrix is another over a part of it."""
+    """X08: the probe sees that a norm over a whole matrix is another over a part of it."""
     for message in ranks(2)(own_optimizer, config):
         assert ("Normed" in message) == (config["stage"] > 0)
 

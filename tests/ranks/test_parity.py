@@ -50,7 +50,7 @@ def test_fp32_is_within_1e_6_where_every_leaf_is_a_unit(ranks):
 def test_bf16_with_fp32_reductions_has_the_losses_and_weights_of_bf16_compute_with_fp32_masters(
     ranks, optimizer, accumulate
 ):
-    """Only the order of fp32 additions differs, so a master or a sum that is kept in 16 bits shows."""
+    """C03: only the order of fp32 additions differs, so a master or a sum that is kept in 16 bits shows."""
     task = llama_task(optimizer=optimizer, accumulate=accumulate)
     expected = reference(task, 2, compute=torch.bfloat16, one_by_one=True)
     compare(ranks(2), task, with_each(ALL, "bf16", precision=BF16_WIDE), expected)

@@ -1,4 +1,4 @@
-"""fp16 with loss scaling, where an overflow is in one rank's shard only, on the device or on the host."""
+"""C05, G07: fp16 with loss scaling, where an overflow is in one rank's shard only, on the device or on the host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ranks that wait for one another in different collectives, which no agreement precedes, say so within seconds.
 
-Calls under `if rank == 0`.
+Cases A08, D05 of CASES.md: calls under `if rank == 0`.
 """
 
 from __future__ import annotations

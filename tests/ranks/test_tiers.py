@@ -130,12 +130,14 @@ def loras(stage: int, folder: str, pairs: list[tuple[str, str]], ways: tuple[boo
 
 
 def test_adapters_over_a_checkpointed_base_train_the_same_wherever_it_rests(ranks, tmp_path):
+    """G05."""
     ranks(2)(loras, 3, str(tmp_path), [("nvme", "none"), ("cpu", "nvme")], (False,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_adapters_at_every_stage_and_with_every_combination_too(ranks, tmp_path, stage):
+    """G05."""
     ranks(2)(loras, stage, str(tmp_path), combinations(stage), timeout=240)
 
 

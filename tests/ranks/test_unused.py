@@ -1,4 +1,4 @@
-"""Parameters and branches that some ranks, or all, do not use."""
+"""D01, D03, I05: parameters and branches that some ranks, or all, do not use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def skip_a_tower(config: dict[str, Any], make: Any, wants: list[list[int]]) -> N
 @EVERY
 @pytest.mark.parametrize("make", [Tower, frozen_tower], ids=["trainable", "frozen"])
 def test_a_branch_that_some_ranks_skip_then_all_then_none(ranks, config, make):
-    """From the first step: rank 0 alone, nobody, all, rank 1 alone. A branch nobody uses has no gradient."""
+    """D03, from the first step: rank 0 alone, nobody, all, rank 1 alone. A branch nobody uses has no gradient."""
     ranks(2)(skip_a_tower, config, make, [[0], [], [0, 1], [1], [], [0]])
 
 
@@ -89,7 +89,7 @@ def test_a_branch_that_comes_to_life_on_one_rank_works_up_to_stage_2(ranks, stag
 @pytest.mark.parametrize("config", LATE.values(), ids=LATE)
 @pytest.mark.parametrize("make", [Tower, frozen_tower], ids=["trainable", "frozen"])
 def test_a_branch_that_comes_to_life_on_one_rank_works_at_stage_3(ranks, config, make):
-    """The record of the first steps lacks the branch; its gathers come into it when one rank needs them."""
+    """D03: the record of the first steps lacks the branch; its gathers come into it when one rank needs them."""
     ranks(2)(skip_a_tower, config, make, [[], [], [1], [0], [0, 1], [], [1]])
 
 
@@ -213,14 +213,14 @@ def route(config: dict[str, Any], checkpointing: bool | None, wrap: str) -> None
 @EVERY
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 def test_experts_that_ranks_skip_give_the_gradients_of_one_process(ranks, config, checkpointing):
-    """With no config: the unit is the layer, since a list of experts is passed over."""
+    """D01, with no config: the unit is the layer, since a list of experts is passed over."""
     ranks(2)(route, config, checkpointing, "")
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_as_units_of_their_own_that_ranks_skip(ranks, stage, checkpointing):
-    """The hardest: each expert is gathered alone, and the first step already differs between ranks."""
+    """D01 at its hardest: each expert is gathered alone, and the first step already differs between ranks."""
     ranks(2)(route, {"stage": stage, "persist_below": 0}, checkpointing, "Block")
 
 
@@ -245,7 +245,7 @@ def wake_experts(checkpointing: bool | None) -> None:
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 def test_experts_that_come_to_life_one_by_one(ranks, checkpointing):
-    """One expert alone in the first steps, then others on this rank or that."""
+    """D01: one expert alone in the first steps, then others on this rank or that."""
     ranks(2)(wake_experts, checkpointing)
 
 
@@ -282,7 +282,7 @@ def route_at_random(config: dict[str, Any], seed: int) -> None:
 
 @pytest.mark.parametrize("config", LATE.values(), ids=LATE)
 def test_experts_in_any_order_and_number_on_each_rank(ranks, config):
-    """With units of one expert each: what one rank wants, another may want later, twice or never."""
+    """D01, with units of one expert each: what one rank wants, another may want later, twice or never."""
     ranks(2)(route_at_random, config, 1)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices give the single-process answer on sharded masters."""
+"""Optimizers that need whole matrices give the single-process answer on sharded masters (X08, I08)."""
 
 from __future__ import annotations
 

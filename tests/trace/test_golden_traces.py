@@ -83,7 +83,7 @@ def test_the_order_of_collectives_is_the_golden_one_on_every_rank(ranks, name):
 
 
 def test_a_checkpointed_unit_is_gathered_twice_a_micro_batch(ranks):
-    """Once for its forward and once for its backward, in which it is recomputed too."""
+    """E06: once for its forward and once for its backward, in which it is recomputed too."""
     for _, gathers, _ in ranks(2)(steps, CONFIGS["stage3_checkpointed"][1]):
         units = {name: number for name, number in gathers.items() if name.startswith("blocks")}
         assert units == {f"blocks.{index}": 2 * MICRO_BATCHES for index in range(3)}

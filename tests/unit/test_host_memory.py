@@ -65,7 +65,7 @@ def test_pages_are_taken_before_the_driver_is_asked(driver: Driver) -> None:
 
 
 def test_exactly_the_bytes_of_the_buffers_are_pinned_and_let_go_with_them(driver: Driver) -> None:
-    """Nothing is rounded up to a power of two."""
+    """G02: nothing is rounded up to a power of two."""
     host = HostMemory(GPU, pin=True)
     buffers = [host.take(numel, torch.float32) for numel in (1001, 333)]
     assert driver.registered == {buffer.data_ptr(): buffer.nbytes for buffer in buffers}
@@ -96,7 +96,7 @@ def test_nothing_is_pinned_where_the_config_says_so(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("cores", "ranks", "said"), [(64, 2, "1 of about 32 cores"), (2, 2, None), (1, 1, None)])
 def test_idle_cores_are_named(cores: int, ranks: int, said: str | None, caplog: Any, monkeypatch: Any) -> None:
-    """A step on one core is slow, and torchrun sets one thread."""
+    """G03: a step on one core is slow, and torchrun sets one thread."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

@@ -1,4 +1,4 @@
-"""Wrap units by class: a name that matches nothing, one of several, and none given; what the root gives away."""
+"""Wrap units by class: a name that matches nothing, one of several, and none given (H01); what the root gives away."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_model_that_is_itself_the_list_of_blocks_is_cut_at_them() -> None:
 
 
 def test_a_large_embedding_and_head_are_units_of_their_own_and_the_summary_says_the_largest() -> None:
-    """No unit holds both, so that no buffer of backward has the size of both."""
+    """E07: no unit holds both, so that no buffer of backward has the size of both."""
     model = nn.Sequential(nn.Embedding(40_000, 32), *(Block() for _ in range(2)), nn.Linear(32, 50_000, bias=False))
     engine = ourshard.engine_of(ourshard.shard_model(model, {"stage": 3}))
     assert engine is not None
