@@ -62,6 +62,36 @@ def write(config: dict[str, Any]) -> dict[str, str]:
     return refused
 
 
+class Scaled(nn.Module):
+    """A scalar beside a toy, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = toy()
+        self.scale, self.shift = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.toy(x) * self.scale + self.shift
+
+
+def write_scalars() -> None:
+    both = pair(TOY["stage 3"], Scaled, sgd)
+    with torch.no_grad():
+        for model in (both.plain, both.sharded):
+            model.scale.mul_(1.5)
+            model.shift.add_(torch.tensor(0.25)).clamp_(max=0.3)
+            model.shift.sub_(model.shift)
+        with pytest.raises(RuntimeError, match=r"use `with ourshard\.gathered"):
+            both.sharded.toy.first.weight.mul_(both.sharded.scale)
+    both.backward(joined(0))
+    both.step()
+    both.assert_same()
+
+
+def test_a_scalar_is_written_to_as_others_are(ranks):
+    ranks(2)(write_scalars)
+
+
 @pytest.mark.parametrize("config", TOY.values(), ids=TOY.keys())
 def test_a_write_into_a_resting_parameter_is_right_or_refused_by_name(ranks, config):
     for refused in ranks(2)(write, config):

@@ -281,12 +281,13 @@ class ShardParameter(Resting, nn.Parameter):
 
     def _same_rows(self, value: torch.Tensor) -> torch.Tensor:
         """Return the rows of `value` that this rank holds of this parameter."""
-        if value.dim() == 0:
-            return value
         if not isinstance(value, ShardParameter):
+            if value.dim() == 0:
+                return value
             raise RuntimeError(self._advice("changing it by a whole tensor"))
         mine, theirs = self._lane, value._lane
-        if (mine.layout.tensors, mine.layout.shard_numel) != (theirs.layout.tensors, theirs.layout.shard_numel):
+        same = (mine.layout.tensors, mine.layout.shard_numel) == (theirs.layout.tensors, theirs.layout.shard_numel)
+        if not same or value._position != self._position:
             raise RuntimeError(value._advice(f"combining it with {mine.name_of(self._position)!r}, cut otherwise,"))
         return value.local
 
