@@ -41,13 +41,15 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-def make_model(stage: int, layers: int, before: Callable[[nn.Module], None] = lambda model: None) -> nn.Module:
+def make_model(
+    stage: int, layers: int, before: Callable[[nn.Module], None] = lambda model: None, persist_below: int = 0
+) -> nn.Module:
     """Return a sharded model; `before` sees it as it was."""
     model = nn.ModuleDict({"head": nn.Linear(WIDTH, WIDTH), "blocks": nn.Sequential(*(Block() for _ in range(layers)))})
     model.forward = lambda x: model["head"](model["blocks"](x))  # type: ignore[method-assign]
     wrap = {"modules": [f"blocks.{index}" for index in range(layers)]}
     config = ShardConfig.from_dict(
-        {"stage": stage, "persist_below": 0, "wrap": wrap, "precision": {"param_dtype": "bfloat16"}}
+        {"stage": stage, "persist_below": persist_below, "wrap": wrap, "precision": {"param_dtype": "bfloat16"}}
     )
     world, alone = Axis("world", 2, 0, dist.group.WORLD), Axis("replicate", 1, 0, None)
     mesh = Mesh(Axis("shard", 2, 0, dist.group.WORLD), alone, world, None, torch.device("cpu"))
@@ -55,9 +57,9 @@ def make_model(stage: int, layers: int, before: Callable[[nn.Module], None] = la
     return shard_model(model, config, mesh=mesh)
 
 
-def make_step(stage: int, layers: int) -> Callable[[], None]:
+def make_step(stage: int, layers: int, persist_below: int = 0) -> Callable[[], None]:
     """Return a step of a model that has settled: orders are recorded, the optimizer has its state."""
-    model = make_model(stage, layers)
+    model = make_model(stage, layers, persist_below=persist_below)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:

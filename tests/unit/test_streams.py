@@ -5,20 +5,27 @@ The layer knows for each stream how much work of the others lies before it, so t
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
-from ourshard.runtime import engine
+from ourshard.runtime import collectives, engine
+from ourshard.runtime.api import engine_of
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.ledger import Ledger
+from ourshard.runtime.mesh import Axis
 from ourshard.runtime.streams import Streams
 from ourshard.runtime.unit import Unit
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.unit.test_host_work import make_step
+from tests.unit.test_host_work import WIDTH, make_model, make_step
 
 COMPUTE, GATHER, REDUCE = range(3)  # streams, in the order in which they are made
 CUDA = 1  # as torch numbers kinds of devices
@@ -88,8 +95,16 @@ def absent_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@contextmanager
+def driving() -> Iterator[Driver]:
+    """Let models on the CPU order their work by streams of a driver; they are gone at the end of the block."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield drive(monkeypatch)
+        gc.collect()
+
+
 def drive(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Let a model on the CPU order its work by streams of a driver, and look where each piece of it goes."""
+    """Put a driver in the place of torch's, and look where each piece of work goes."""
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "Stream", driver.new_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(driver, driver.current))
@@ -97,13 +112,16 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch._C, "_cuda_setStream", driver.set_stream, raising=False)
     monkeypatch.setattr(torch._C, "_CudaEventBase", lambda: Event(driver))
     monkeypatch.setattr(engine, "Streams", lambda device: Streams(torch.device("cuda", 0)))
-    filled: dict[Unit, int] = {}
+    filled: WeakKeyDictionary[Unit, int] = WeakKeyDictionary()
     fill, take_gradients, install = Lane.fill, Lane.take_gradients, Unit.install
 
     def watch_fill(lane: Lane) -> None:
-        assert driver.current == GATHER
-        assert driver.is_behind(COMPUTE)
-        filled[lane.unit] = driver.work()
+        if lane.placement.whole:
+            assert driver.current == COMPUTE
+        else:
+            assert driver.current == GATHER
+            assert driver.is_behind(COMPUTE)
+            filled[lane.unit] = driver.work()
         fill(lane)
 
     def watch_take(lane: Lane) -> list[torch.Tensor]:
@@ -114,7 +132,7 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     def watch_install(unit: Unit) -> None:
         assert driver.current == COMPUTE
-        assert driver.is_behind(GATHER, filled[unit])
+        assert driver.is_behind(GATHER, filled.get(unit, 0))
         driver.work()
         install(unit)
 
@@ -126,14 +144,60 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def asked(stage: int, layers: int) -> Counter[str]:
     """Return what a step asks the driver for."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        driver = drive(monkeypatch)
+    with driving() as driver:
         step = make_step(stage, layers)
         driver.calls.clear()
         step()
+        del step
     assert driver.current == COMPUTE
     assert driver.is_behind(REDUCE)
     return driver.calls
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_small_lanes_which_users_may_write_to_are_filled_on_the_compute_stream(stage: int):
+    with driving():
+        make_step(stage, 2, persist_below=WIDTH + 1)()
+
+
+def step_without_a_forward_after(driver: Driver, model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not driver.is_behind(GATHER)
+
+
+def test_memory_that_gathers_fill_is_given_back_behind_them():
+    """At stage 1 they begin with the optimizer's step, and nobody may ask for what they bring."""
+    with driving() as driver:
+        model = make_model(1, 2)
+        step_without_a_forward_after(driver, model)
+        model.to(torch.float32)
+        assert driver.is_behind(GATHER)
+    with driving() as driver:
+        model = make_model(1, 2)
+        step_without_a_forward_after(driver, model)
+        del model
+        gc.collect()
+        assert driver.is_behind(GATHER)
+
+
+def test_a_step_while_a_gather_in_two_hops_runs_is_not_undone(monkeypatch: pytest.MonkeyPatch):
+    """The rank's own segment may be the master."""
+    whole = torch.zeros(6, 16)
+    mine = whole[3]
+
+    def step(*_: Any) -> None:
+        mine.fill_(2.0)
+
+    monkeypatch.setattr(collectives, "_gather", step)
+    monkeypatch.setattr(collectives, "_gather_several", lambda *_: None)
+    hops = collectives.Hops(Axis("node", 2, 1, dist.group.WORLD), Axis("cross", 3, 1, dist.group.WORLD))
+    control = engine_of(make_model(3, 1)).control
+    shard = Axis("shard", 6, 3, dist.group.WORLD)
+    collectives.Collectives(control, Ledger(), hops).all_gather(whole.view(-1), mine, shard, "a unit")
+    assert bool((mine == 2.0).all())
 
 
 # A gather and a reduction: an event and a wait on each side, the stream made current and back. At stage 1 all gathers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import nn
 
 from ourshard.runtime.engine import ENGINES, Engine
@@ -27,6 +29,7 @@ def attach(engine: Engine, model: nn.Module) -> None:
                     engine.own_hooks.add(leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient).id)
     _open_doors(engine, model)
     ENGINES.add(engine)
+    weakref.finalize(engine, engine.streams.join).atexit = False  # gathers after a last step fill what is given back
 
 
 def _guests(engine: Engine, unit: Unit) -> list[Lane]:

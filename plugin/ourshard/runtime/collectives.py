@@ -156,7 +156,9 @@ class Collectives:
         self._hold(came.nbytes)
         came[cross.rank].copy_(_bytes(segment).view(-1))
         self.all_gather(came.view(-1), came[cross.rank], cross, label)
-        blocks[:, node.rank].copy_(came)
+        for here in range(cross.size):
+            if here != cross.rank:  # the segment itself may be a master, which the compute stream steps meanwhile
+                blocks[here, node.rank].copy_(came[here])
         self._count_others("all_gather", node, whole.nbytes)
         wholes, segments = [block.view(-1) for block in blocks], [block[node.rank] for block in blocks]
         assert node.group is not None

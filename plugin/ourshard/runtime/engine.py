@@ -268,6 +268,7 @@ class Engine:
 
     def cast_requested(self, lane: Lane, dtype: torch.dtype) -> None:
         """Compute the lane in `dtype`, after `model.to(dtype)`."""
+        lane.unit.finish_gather()  # which fills the memory that is given back
         lane.unit.release()
         lane.recast(dtype)
         lane.unit.mark_stale()

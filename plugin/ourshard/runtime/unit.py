@@ -147,11 +147,17 @@ class Unit:
             engine.disk.shards.read_ahead([lane for unit in ahead for lane in unit.lanes if lane.passes_disk])
 
     def open_gather(self) -> None:
-        """Take the memory that `fill` fills; on the compute stream, whose allocator owns it."""
+        """Take the memory that `fill` fills; on the compute stream, whose allocator owns it.
+
+        Lanes whose masters are whole are filled at once: users may write to these, and every forward fills them anew,
+        so that no other stream touches them.
+        """
         self.is_ahead = self.is_ahead or not self.whole
         self.whole = True
         for lane in self.lanes:
             lane.full.allocate()
+            if lane.placement.whole:
+                lane.fill()
         if self.taken:
             reopen(self)
         if self.engine.ledger is not None and self.sharded:
@@ -160,7 +166,8 @@ class Unit:
     def fill(self, stream: Queue) -> None:
         """Bring the parameters in, on the stream of gathers, which is the current one."""
         for lane in self.lanes:
-            lane.fill()
+            if not lane.placement.whole:
+                lane.fill()
         self._gathered = self._gather_mark = stream.mark(self._gather_mark)
 
     def require(self) -> None:
