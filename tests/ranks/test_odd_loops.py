@@ -181,6 +181,25 @@ def backwards_after_gathered(config: dict[str, Any] | None) -> dict[str, torch.T
     return model.state_dict() if config is None else ourshard.full_state_dict(model)
 
 
+def frozen_before_gathered(config: dict[str, Any]) -> bool:
+    import ourshard
+
+    model = ourshard.shard_model(toy(), config)
+    rows = numbers(dist.get_rank(), 2)
+    square_loss(model, rows).backward()
+    model.zero_grad()
+    model.blocks[0].requires_grad_(False)
+    with ourshard.gathered(model):
+        loss = square_loss(model, rows)
+    loss.backward()
+    return all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_was_frozen_before_gathered_is_frozen_in_it(ranks):
+    for config in TOY.values():
+        assert ranks(2)(frozen_before_gathered, config) == [True, True]
+
+
 def test_losses_made_inside_of_gathered_by_whatever_way_have_a_backward_after_it(ranks):
     wanted = backwards_after_gathered(None)
     for name in TOY:
