@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tests.ranks.nets import Block, square_loss
+from tests.ranks.nets import Block, numbers, square_loss
 from tests.ranks.pairs import joined, pair, part
 from tests.ranks.training import TOY, momentum
 
@@ -157,6 +158,71 @@ def test_a_module_called_three_times_in_a_forward(ranks, config):
 @CONFIGS
 def test_an_order_of_modules_that_changes_in_step_3_and_back(ranks, config):
     ranks(2)(an_order_that_changes, config)
+
+
+class ReadsTwice(nn.Module):
+    """A weight of a block is read before the block runs, and again after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[1].up.weight
+        before = weight.square().mean()
+        x = self.blocks[1](self.blocks[0](x)) * before
+        return x + self.blocks[1].up.weight.square().mean()
+
+
+def reads_in_each_of_two_forwards(config: dict[str, Any]) -> None:
+    both = pair(with_ledger({**config, "wrap": {"classes": ["Block"]}}), ReadsTwice)
+    for step in range(3):
+        both.zero_grad()
+        for model, cut in ((both.plain, joined), (both.sharded, lambda number: part(joined(number)))):
+            first, second = (square_loss(model, cut(2 * step + number)) for number in range(2))
+            first.backward(retain_graph=True)
+            second.backward()
+            first.backward()
+        both.step()
+    both.assert_same()
+    nothing_is_left(both.engine)
+
+
+@CONFIGS
+def test_backwards_one_after_another_find_the_weights_that_their_forwards_have_read(ranks, config):
+    ranks(2)(reads_in_each_of_two_forwards, config)
+
+
+class Chooses(nn.Module):
+    """One of two blocks runs, by rank; in evaluation both do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.blocks[1](self.blocks[0](x))
+        return self.blocks[dist.get_rank()](x)
+
+
+def evaluated_before_backward() -> None:
+    from ourshard import engine_of, shard_model
+
+    model = shard_model(Chooses(), with_ledger({**CONFIGS_BY_NAME["whole"], "wrap": {"classes": ["Block"]}}))
+    for step in range(4):
+        loss = square_loss(model, numbers(step, 2))
+        if step % 2:
+            with torch.no_grad():
+                model(numbers(step, 2))
+        loss.backward()
+    nothing_is_left(engine_of(model))
+
+
+def test_evaluation_leaves_whole_what_a_backward_of_this_rank_alone_will_read(ranks):
+    ranks(2)(evaluated_before_backward)
 
 
 def many_forwards(config: dict[str, Any]) -> dict[str, int]:

@@ -58,6 +58,8 @@ class Engine:
     `require_sync` may be set by whoever owns the accumulation: it is read when a forward begins.
     """
 
+    _held_once: tuple[Unit, ...] = ()  # in the backward before, while graphs of that time are left: `begin_backward`
+
     def __init__(
         self, model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_small: bool, ledger: Ledger | None
     ) -> None:
@@ -180,6 +182,8 @@ class Engine:
             self.newcomers.refuse()
             take_shown(self.held)
             self.sync_backward = self.require_sync
+            if not any(unit.calls.open for unit in self.units):
+                self._held_once = ()
             self.follow_requires_grad()
             if self.inputs is not None:
                 self.inputs.begin_forward()
@@ -333,7 +337,8 @@ class Engine:
             unit.reduced = False
         title = f"{'with' if self.sync_backward else 'without'} sync, {self._root_state}"
         self.schedule.begin(("backward", title), self.config.prefetch.backward)
-        for unit in self.rooted:
+        # Of units that were held, code may have read parameters past the handles: no hook tells of its backward.
+        for unit in (*self.rooted, *self._held_once):
             unit.require()
             unit.install()
             self.hold(unit)
@@ -361,6 +366,7 @@ class Engine:
         self.land_masters()
         self.in_flight.forget()
         if not self.keeps_graph:
+            self._held_once = tuple(unit for unit in self.held if not unit.rooted)
             self._release_held()
             for unit in self.units:
                 unit.close()

@@ -276,12 +276,17 @@ class Unit:
             if self.engine.phase_is_backward:
                 return  # a recomputation: the backward that asked for it needs everything as it is
             self._rest_in_place()
-        elif has_backward and not self.engine.config.reshard_after_forward:
+        elif (has_backward or self._is_awaited) and not self.engine.config.reshard_after_forward:
             self._rest_in_place()
         elif self.engine.phase_is_backward and has_backward:
             return  # reentrant checkpointing: its backward comes next
         else:
             self.release()
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Say whether the backward of an earlier forward is still to read what this one has computed with."""
+        return self.calls.open > 0 and not any(lane.codec for lane in self.lanes)  # evaluation sees exact weights
 
     def hold_if_given_away(self, outputs: list[torch.Tensor]) -> None:
         """Stay whole until the end of backward where a module returned a parameter, or a view of one."""
