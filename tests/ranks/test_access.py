@@ -297,6 +297,39 @@ def test_what_is_kept_of_a_gathered_model_is_an_error_or_stays_as_it_was(ranks):
     ranks(2)(keep_after_block, {"stage": 3, "persist_below": 0})
 
 
+def penalty(model: nn.Module) -> torch.Tensor:
+    return sum((p.pow(2).mean() for p in model.parameters()), torch.zeros(()))
+
+
+def backward_after_block(config: dict[str, Any]) -> None:
+    import ourshard
+
+    both = pair({**config, "wrap": {"classes": ["Block"]}}, Library, momentum)
+    ids = tokens(0, 4)
+    for number in range(4):
+        both.zero_grad()
+        losses = [penalty(both.plain)]
+        with ourshard.gathered(both.sharded):
+            losses.append(penalty(both.sharded))
+        if number % 2:  # in another graph, or in the same
+            for loss in losses:
+                loss.backward()
+            losses = [torch.zeros(())] * 2
+        (losses[0] + both.plain(ids)).backward()
+        (losses[1] + both.sharded(part(ids))).backward()
+        both.step()
+        both.assert_same()
+    del loss, losses
+    both.sharded(part(ids))
+    assert not any(lane.left for lane in both.engine.lanes())
+
+
+@EVERY
+def test_a_backward_reads_what_was_computed_with_whole_parameters_before_the_block_ended(ranks, config):
+    """X07: `pow` saves the parameter itself, whose memory went with the block: the process died."""
+    ranks(2)(backward_after_block, config)
+
+
 def read_root_before_backward() -> None:
     """F01 (4) and F09: fused losses read `lm_head.weight` after the forward; the root is whole until backward ends."""
     both = pair({"stage": 3, "persist_below": 0}, Library, momentum)

@@ -11,15 +11,16 @@ it that is read in between would read what is not there, and the process would d
 * Views (`detach()`, `.data`, `p[0]`, a `state_dict()`) are plain tensors. Where there are tensors on the slot that the
   engine did not make, the lane takes another slot, and the memory stays theirs, with its values, until all are gone.
   A graph of a forward inside of the block counts as such a view: its backward then reads what that forward read.
-* A graph of what was computed with a whole parameter itself leads to its leaf, past all hooks on modules. Its gradient
-  begins a backward of the model, which reduces it.
+* A graph of what was computed with a whole parameter itself may have saved the leaf. That leaf shows the memory that is
+  left whenever the unit is at rest, until the graph is gone. The graph leads to the leaf past all hooks on modules: the
+  gradient begins a backward of the model, which reduces it.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ourshard.runtime.handle import GET_GRAD, SET_DATA, SET_GRAD, Resting
+from ourshard.runtime.lane_store import uses_of
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
@@ -92,11 +94,19 @@ def _references(lane: Lane, position: int) -> int:
     return sys.getrefcount(lane.leaves[position])
 
 
-def leave_views(unit: Unit) -> None:
-    """Leave the memory of a unit that is to be released to those who have tensors on it."""
+def count_uses(units: Sequence[Unit]) -> dict[Lane, list[int]]:
+    """Count what refers to the leaves of units besides Python, before users compute with them."""
+    return {lane: [uses_of(leaf) for leaf in lane.leaves] for unit in units for lane in unit.freed}
+
+
+def leave_views(unit: Unit, uses: Mapping[Lane, Sequence[int]]) -> None:
+    """Leave the memory of a unit that is to be released to those who have tensors on it; `uses`: of before."""
     for lane in unit.freed:
-        if lane.full.has_others:
-            lane.leave_full()
+        saved = {
+            place: uses[lane][place] for place, leaf in enumerate(lane.leaves) if uses_of(leaf) > uses[lane][place]
+        }
+        if saved or lane.full.has_others:
+            lane.leave_full(saved)
 
 
 def hear_of_gradients(engine: Engine, units: Sequence[Unit]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ourshard.runtime.lane_fill import LaneFill
 from ourshard.runtime.lane_key import master_dtype_of
+from ourshard.runtime.lane_store import Left, uses_of
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.placement import At
 
@@ -27,6 +29,7 @@ class LaneChanges(LaneFill):
             self.aliased = False
             self.hold(Kind.MASTER, self.master)
         self.full.free()
+        self.left.clear()
         self.compute_dtype = dtype
         self._make_full()
         for position, leaf in enumerate(self.leaves):
@@ -45,17 +48,37 @@ class LaneChanges(LaneFill):
             self.full.free()
         self.watch_strays()
 
-    def leave_full(self) -> None:
-        """Take a new slot, and leave the old one's memory to views of it: Note [Kept after gathered] in kept.py."""
+    def leave_full(self, saved: Mapping[int, int]) -> None:
+        """Take a new slot, and leave the old one's memory to views of it: Note [Kept after gathered] in kept.py.
+
+        Leaves at the positions `saved` are on the old memory, too, while the unit is at rest, until a leaf has no more
+        than that many uses.
+        """
         old = self.full
         self._make_full()
         for position, leaf in enumerate(self.leaves):
+            if position in saved:
+                uses = min(saved[position], self.left[position].uses) if position in self.left else saved[position]
+                self.left[position] = Left(leaf.data, uses)
             views = [name for name, value in vars(leaf).items() if torch.is_tensor(value) and old.contains(value)]
             leaf.data = self.whole_view(self.full.tensor, position)
             for name in views:
                 setattr(leaf, name, leaf.data)
         old.leave()
         self.full.count_own()
+
+    def come_back(self) -> None:
+        """Let leaves that are on memory that was left show the whole parameters, and forget those no graph reads."""
+        for position, left in list(self.left.items()):
+            leaf = self.leaves[position]
+            leaf.data = self.whole_view(self.full.tensor, position)
+            if uses_of(leaf) <= left.uses:
+                del self.left[position]
+
+    def rest_on_left(self) -> None:
+        """Let leaves that graphs have saved show the memory that was left to these."""
+        for position, left in self.left.items():
+            self.leaves[position].data = left.values
 
     def was_toggled(self) -> bool:
         """Say whether the user toggled `requires_grad` since the leaves followed."""

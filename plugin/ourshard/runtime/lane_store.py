@@ -24,7 +24,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -93,6 +93,7 @@ class LaneStore:
         self.leaves: list[nn.Parameter] = []
         self.resting: list[nn.Parameter] = [p.tensor for p in self.parameters]
         self._strays = StrayGradients(cast("Lane", self))
+        self.left: dict[int, Left] = {}  # by position, of leaves that graphs have saved
 
     @property
     def master(self) -> torch.Tensor:
@@ -367,6 +368,20 @@ class LaneStore:
     def hold(self, kind: Kind, tensor: torch.Tensor, sign: int = 1) -> None:
         if self.unit.engine.ledger is not None:
             self.unit.engine.ledger.hold(kind, sign * tensor.nbytes)
+
+
+class Left(NamedTuple):
+    """The memory of a leaf that was left to a graph, and the uses of the leaf without that graph."""
+
+    values: torch.Tensor
+    uses: int
+
+
+def uses_of(leaf: nn.Parameter) -> int:
+    """Count what refers to a leaf besides Python, as graphs that have saved it do."""
+    with torch._C.DisableTorchFunctionSubclass():  # of one that is closed, too
+        count: int = leaf._use_count()  # type: ignore[attr-defined]
+    return count
 
 
 def row_shape(shape: Iterable[int], rows: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.in_backward import check_whole_step
-from ourshard.runtime.kept import count_references, hear_of_gradients, leave_views, note_taken
+from ourshard.runtime.kept import count_references, count_uses, hear_of_gradients, leave_views, note_taken
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.shown import hide_gradients, show, take_writes
 from ourshard.runtime.unit import Unit
@@ -29,6 +29,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
     _close_forward(engine)
     resting = [unit for unit in units if not unit.installed]
     leaves = count_references([unit for unit in resting if not unit.whole])
+    uses = count_uses(resting)
     with torch.no_grad():
         for unit in units:
             unit.issue_gather()
@@ -59,7 +60,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
             if unit in resting:
                 unit.held = False
                 if not unit.pinned:
-                    leave_views(unit)
+                    leave_views(unit, uses)
                 unit.release()
         note_taken(leaves)
         if writeback:

@@ -156,6 +156,8 @@ class Unit:
         self.whole = True
         for lane in self.lanes:
             lane.full.allocate()
+            if lane.left:
+                lane.come_back()
             if lane.placement.whole:
                 lane.fill()
         if self.taken:
@@ -227,6 +229,8 @@ class Unit:
         self.whole = False
         for lane in self.freed:
             lane.full.free()
+            if lane.left:
+                lane.rest_on_left()
         if self.taken:
             close(self)
 
