@@ -10,7 +10,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ourshard.config import ShardConfig
+from ourshard.config import OptimizerOver, ShardConfig
 from ourshard.planning.advice import changes, explain, missing_bytes, runtime_memory
 from ourshard.planning.autocast import CudaAutocast
 from ourshard.planning.formulas import OPTIMIZERS, Group, Reach, all_reduce_seconds, kernel_seconds, ring_seconds
@@ -19,7 +19,7 @@ from ourshard.planning.layouts import plan_model
 from ourshard.planning.memory import memory_of
 from ourshard.planning.model import load_model, make_batch, parse_input
 from ourshard.planning.moves import Does, MeshSizes, Move
-from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, mesh_of, scaling, traffic
+from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, halved, mesh_of, scaling, traffic
 from ourshard.planning.rehearsal import Rehearsal
 from ourshard.planning.simulate import simulate
 from ourshard.planning.trace import Kernel, Trace, UnitParts, trace
@@ -378,6 +378,14 @@ def test_the_cheapest_is_the_fastest_that_fits_and_of_equals_the_smallest() -> N
 def test_candidates_share_over_nodes_only_where_there_are_some() -> None:
     assert all(config.shard_size is None for config in candidates(ShardConfig(), hardware_of("h100", 8)))
     assert any(config.shard_size == "node" for config in candidates(ShardConfig(), hardware_of("h100", 16, 2)))
+
+
+def test_shards_over_half_of_a_node_are_compared_where_it_is_alone() -> None:
+    half = list(halved(ShardConfig(), hardware_of("h100", 8)))
+    assert {(config.stage, config.shard_size) for config in half} == {(stage, 4) for stage in (1, 2, 3)}
+    assert any(config.shard_optimizer_over is OptimizerOver.ALL for config in half)
+    for gpus, nodes, kept in ((2, 1, ()), (7, 1, ()), (16, 2, ()), (8, 1, ("shard_size",))):
+        assert list(halved(ShardConfig(), hardware_of("h100", gpus, nodes), kept)) == []
 
 
 def test_an_optimizer_over_all_ranks_is_a_candidate_over_nodes_and_takes_less_memory() -> None:

@@ -56,7 +56,7 @@ def test_where_nothing_fits_the_host_is_tried(llama: Path, tmp_path: Path) -> No
     arguments = [*workload, "--memory", str(0.9 * least / 2**30), "-o", str(output)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "GiB of memory on the host of each node" in result.output
+    assert "MiB of memory on the host of each node" in result.output
     assert read_document(load(output), "plan").config.offload.optimizer.value == "cpu"
     fixed = CliRunner().invoke(app, [*arguments, "--set", "offload.optimizer=cpu,offload.params=cpu"])
     assert "stage 1" not in fixed.output  # nothing is added to what was asked for

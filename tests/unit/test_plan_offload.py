@@ -211,3 +211,13 @@ def test_inputs_on_the_host_are_tried_where_nothing_fits_and_named() -> None:
     assert tried == {(cpu, none, none), (none, cpu, none), (none, cpu, cpu), (cpu, cpu, cpu)}
     assert all(c.activation_checkpointing for c in configs if c.offload.activations.value == cpu)
     assert describe(configs[0]).endswith("recomputed, inputs on cpu")
+
+
+def test_a_folder_on_a_disk_is_tried_too_where_there_is_one() -> None:
+    base = ShardConfig().replace(offload={"nvme_path": "/data"})
+    configs = list(offloaded(base, hardware_of("h100", 8), {"offload.nvme_path"}))
+    tried = {(c.offload.optimizer.value, c.offload.params.value) for c in configs}
+    assert tried == {("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "nvme")}
+    assert {c.offload.nvme_path for c in configs} == {"/data"}
+    assert {c.stage for c in configs if c.offload.params.value == "nvme"} == {3}
+    assert "optimizer on nvme, parameters on nvme" in describe(configs[-1])

@@ -18,10 +18,11 @@ from ourshard.flags.sources import resolve
 from ourshard.flags.translate import compose
 from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
-from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, offloaded, scaling
+from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, halved, offloaded, scaling
 from ourshard.planning.quantities import parse_rate, parse_size, parse_time
 from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
 from ourshard.planning.variants import variant
+from ourshard.runtime.wording import memory_text
 from ourshard.values import flatten
 
 _HELP = """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
@@ -109,7 +110,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd.")] = "adamw",
     mixed_precision: Annotated[str, typer.Option(help="no, fp16 or bf16.")] = "bf16",
     base: Annotated[list[str] | None, typer.Option("--set", help="Keep these keys: short form or a file.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Compare offload, too, where something fits without.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Compare shards over half of a node, and offload, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw memory by kind to this PNG.")] = None,
     curve: Annotated[Path | None, typer.Option("--scaling", help="Draw 1 to 16,384 GPUs to this PNG.")] = None,
@@ -129,6 +130,8 @@ def plan(
         rows = planner.rows(candidates(start, hardware, kept))
         if not rows:
             raise ValueError(f"--set: none of the configurations that are compared has {', '.join(sorted(kept))} so.")
+        if every:
+            rows += planner.rows(halved(start, hardware, kept))
         if every or cheapest(rows) is None:
             rows += planner.rows(offloaded(start, hardware, kept))
         chosen = cheapest(rows)
@@ -176,16 +179,16 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
     console.print(as_table(rows, hardware, chosen))
     if chosen is None:
         least = min(rows, key=lambda row: row.memory.peak).memory
-        host = least.host * min(hardware.gpus, hardware.gpus_per_node) / GIB
-        needs = f"{least.peak / GIB:.1f} GiB" + (f", and {host:.1f} GiB on the host of each node" if host else "")
+        host = least.host * min(hardware.gpus, hardware.gpus_per_node)
+        needs = memory_text(least.peak) + (f", and {memory_text(host)} on the host of each node" if host else "")
         console.print(f"None fits: the smallest needs {needs}. Use more GPUs, a smaller --batch or --length.")
     else:
         console.print(f"* the cheapest that fits: {chosen.name}")
     if chosen is not None and chosen.codecs:
         console.print(f"Predicted for its links: {chosen.codecs}.")
     if chosen is not None and chosen.memory.host:
-        need = chosen.memory.host * hardware.gpus_per_node / GIB
-        console.print(f"It needs {need:.0f} GiB of memory on the host of each node.")
+        need = chosen.memory.host * min(hardware.gpus, hardware.gpus_per_node)
+        console.print(f"It needs {memory_text(need)} of memory on the host of each node.")
 
 
 def _curves(base: ShardConfig, kept: Collection[str]) -> list[ShardConfig]:

@@ -144,10 +144,19 @@ def _variants(base: ShardConfig, hardware: Hardware, keeps_size: bool) -> Iterat
                         yield config
 
 
+def halved(base: ShardConfig, hardware: Hardware, kept: Collection[str] = ()) -> Iterator[ShardConfig]:
+    """Yield hybrid shards inside of a node that is alone, each over half of its GPUs, where no size is asked for."""
+    half = hardware.gpus // 2
+    if hardware.nodes == 1 and half > 1 and hardware.gpus % 2 == 0 and "shard_size" not in kept:
+        half_each = variant(base, shard_size=half)
+        yield from candidates(half_each, hardware, {*kept, "shard_size"}) if half_each is not None else ()
+
+
 def offloaded(base: ShardConfig, hardware: Hardware, kept: Collection[str] = ()) -> Iterator[ShardConfig]:
     """Yield what remains when none of `candidates` fits, or all is to be compared.
 
-    Inputs of recomputed units on the host, or masters, then the parameters' shards, too, then all three.
+    Inputs of recomputed units on the host, or masters, then the parameters' shards, too, then all three; where `base`
+    has a folder on a disk, masters there, then the parameters' shards, too.
     """
     if base.offload.active or {"offload.optimizer", "offload.params"} & set(kept):
         return
@@ -157,6 +166,8 @@ def offloaded(base: ShardConfig, hardware: Hardware, kept: Collection[str] = ())
         ways = [masters, parameters]
     else:
         ways = [inputs, masters, parameters, {**parameters, **inputs}]
+    if base.offload.nvme_path is not None:
+        ways += [{"optimizer": "nvme"}, {"optimizer": "nvme", "params": "nvme"}]
     for tiers in ways:
         more = {"activation_checkpointing": True} if "activations" in tiers else {}
         moved = variant(base, offload=tiers, **more)
