@@ -16,6 +16,7 @@ from ourshard.runtime import api
 from ourshard.runtime.engine import ENGINES
 from ourshard.runtime.optim import writing_masters
 from ourshard.runtime.shown import own_of
+from ourshard.runtime.wording import shorten
 
 
 class ShardOptimizer(AcceleratedOptimizer):
@@ -131,4 +132,4 @@ def _strangers(optimizer: Optimizer) -> str:
         for parameter in group["params"]
         if id(own_of(parameter)) not in known
     ]
-    return f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}"
+    return shorten(strange, 5)

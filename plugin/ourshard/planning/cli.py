@@ -179,7 +179,7 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
     console.print(as_table(rows, hardware, chosen))
     if chosen is None:
         least = min(rows, key=lambda row: row.memory.peak).memory
-        host = least.host * min(hardware.gpus, hardware.gpus_per_node)
+        host = least.host * hardware.ranks_per_node
         needs = memory_text(least.peak) + (f", and {memory_text(host)} on the host of each node" if host else "")
         console.print(f"None fits: the smallest needs {needs}. Use more GPUs, a smaller --batch or --length.")
     else:
@@ -187,7 +187,7 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
     if chosen is not None and chosen.codecs:
         console.print(f"Predicted for its links: {chosen.codecs}.")
     if chosen is not None and chosen.memory.host:
-        need = chosen.memory.host * min(hardware.gpus, hardware.gpus_per_node)
+        need = chosen.memory.host * hardware.ranks_per_node
         console.print(f"It needs {memory_text(need)} of memory on the host of each node.")
 
 

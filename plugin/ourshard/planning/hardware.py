@@ -85,8 +85,12 @@ class Hardware:
 
     def holds(self, host_nbytes: int) -> bool:
         """Say whether the host of a node can hold so much for each of its ranks, as far as is known."""
-        ranks = min(self.gpus, self.gpus_per_node)
-        return self.host_memory is None or host_nbytes * ranks <= self.host_memory
+        return self.host_memory is None or host_nbytes * self.ranks_per_node <= self.host_memory
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Count the ranks that share a node's host memory and its disk."""
+        return min(self.gpus, self.gpus_per_node)
 
     @property
     def nodes(self) -> int:

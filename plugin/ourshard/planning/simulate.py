@@ -165,13 +165,8 @@ class _Clocks:
         """Return when a gather can begin that reads `nbytes` of a disk; reads begin as soon as the disk is free."""
         issued = self._issue()
         if nbytes:
-            self.disk += nbytes * self._ranks_beside / self.hardware.disk_rate
+            self.disk += nbytes * self.hardware.ranks_per_node / self.hardware.disk_rate
         return max(issued, self.disk)
-
-    @property
-    def _ranks_beside(self) -> int:
-        """Count the ranks that share a node's disk."""
-        return min(self.hardware.gpus, self.hardware.gpus_per_node)
 
     def _reduce(self, move: Move) -> None:
         end = self._send(self._issue(), move.collectives)
@@ -225,7 +220,7 @@ class _Clocks:
         host = self._host_seconds(move.host_nbytes)
         self.begun = max(self.compute, self.host)
         moved = 2 * move.disk_nbytes * (1 + self.optimizer.states) + move.stored_nbytes
-        disk = moved * self._ranks_beside / self.hardware.disk_rate
+        disk = moved * self.hardware.ranks_per_node / self.hardware.disk_rate
         seconds = max(device, host, disk)  # side by side
         self.compute += seconds
         self.disk = self.compute

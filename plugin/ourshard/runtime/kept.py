@@ -102,9 +102,8 @@ def count_uses(units: Sequence[Unit]) -> dict[Lane, list[int]]:
 def leave_views(unit: Unit, uses: Mapping[Lane, Sequence[int]]) -> None:
     """Leave the memory of a unit that is to be released to those who have tensors on it; `uses`: of before."""
     for lane in unit.freed:
-        saved = {
-            place: uses[lane][place] for place, leaf in enumerate(lane.leaves) if uses_of(leaf) > uses[lane][place]
-        }
+        before = enumerate(zip(lane.leaves, uses[lane], strict=True))
+        saved = {position: count for position, (leaf, count) in before if uses_of(leaf) > count}
         if saved or lane.full.has_others:
             lane.leave_full(saved)
 

@@ -280,7 +280,7 @@ class Unit:
             if self.engine.phase_is_backward:
                 return  # a recomputation: the backward that asked for it needs everything as it is
             self._rest_in_place()
-        elif (has_backward or self._is_awaited) and not self.engine.config.reshard_after_forward:
+        elif not self.engine.config.reshard_after_forward and (has_backward or self._is_awaited):
             self._rest_in_place()
         elif self.engine.phase_is_backward and has_backward:
             return  # reentrant checkpointing: its backward comes next
