@@ -62,6 +62,16 @@ def test_where_nothing_fits_the_host_is_tried(llama: Path, tmp_path: Path) -> No
     assert "stage 1" not in fixed.output  # nothing is added to what was asked for
 
 
+def test_all_ways_are_compared_where_that_is_asked(llama: Path) -> None:
+    arguments = [str(llama), "--gpus", "4", "--length", "8", "--json", "--with", "num_hidden_layers=1"]
+    more = ([], ["--all"], ["--all", "--set", "offload.nvme_path=/data"])
+    told = [json.loads(CliRunner().invoke(app, [*arguments, *each]).stdout)["rows"] for each in more]
+    sizes = [{row["config"]["shard_size"] for row in rows} for rows in told]
+    places = [{row["config"]["offload"]["optimizer"] for row in rows} for rows in told]
+    assert sizes == [{None}, {None, 2}, {None, 2}]
+    assert places == [{"none"}, {"none", "cpu"}, {"none", "cpu", "nvme"}]
+
+
 def test_the_command_prints_json_and_fails_where_nothing_fits(llama: Path) -> None:
     arguments = [str(llama), "--length", "32", "--json", "--with", "num_hidden_layers=2"]
     values = json.loads(CliRunner().invoke(app, arguments).stdout)

@@ -28,7 +28,8 @@ from ourshard.values import flatten
 _HELP = """Compare stages, hybrid shard and recomputation for MODEL; mark the cheapest that fits, and write its config.
 
 Memory is counted on a run with fake tensors, step time is simulated; it needs no GPU and no weights. Where nothing
-fits, rows follow that keep optimizer and parameters in host memory. docs/plan.md tells how close the numbers are.
+fits, or with --all, rows follow that keep optimizer and parameters in host memory, and on a disk where --set gives
+offload.nvme_path. docs/plan.md tells how close the numbers are.
 
 [bold]Examples[/]
 
