@@ -11,6 +11,7 @@ environment may say DTYPES (float32 bfloat16), NVME_PATH (a folder), REPEATS (of
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 STEPS = 6
 LR = 1e-3
+CLIP = 0.5  # where the optimizer does not step in the backward
 
 
 def build(device: torch.device) -> LlamaForCausalLM:
@@ -49,7 +51,9 @@ def batch(index: int, device: torch.device) -> torch.Tensor:
     return torch.randint(0, 1001, (2 * dist.get_world_size(), 64), generator=generator).to(device)
 
 
-def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], list[float]]:
+def reference(
+    accumulate: int, device: torch.device, dtype: torch.dtype, clip: float
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train in one process: compute in `dtype` with fp32 masters."""
     masters = build(device)
     model = build(device).to(dtype)
@@ -66,7 +70,7 @@ def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tupl
                 grad = parameter.grad.float()
                 master.grad = grad if master.grad is None else master.grad + grad
                 parameter.grad = None
-        nn.utils.clip_grad_norm_(masters.parameters(), 0.5)
+        nn.utils.clip_grad_norm_(masters.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
@@ -76,7 +80,9 @@ def reference(accumulate: int, device: torch.device, dtype: torch.dtype) -> tupl
     return masters.state_dict(), losses
 
 
-def train_poisoned(model: Any, engine: Any, device: torch.device, steps: int, accumulate: int) -> list[float]:
+def train_poisoned(
+    model: Any, engine: Any, device: torch.device, steps: int, accumulate: int, *, clip: float = CLIP
+) -> list[float]:
     """Train on this rank's part of each batch, with slots poisoned; return the losses, means over ranks."""
     poison(engine)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-6)
@@ -89,7 +95,7 @@ def train_poisoned(model: Any, engine: Any, device: torch.device, steps: int, ac
                 loss = model(input_ids=ids, labels=ids).loss / accumulate
                 loss.backward()
             total += loss.detach().float()
-        clip_grad_norm_(model, 0.5)
+        clip_grad_norm_(model, clip)
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
@@ -127,8 +133,13 @@ def sharded(
     peer._sizes = sizes
     engine = engine_of(model)
     assert engine is not None
-    losses = train_poisoned(model, engine, device, STEPS, accumulate)
+    losses = train_poisoned(model, engine, device, STEPS, accumulate, clip=clip_of(options))
     return full_state_dict(model), losses, engine.without_peers
+
+
+def clip_of(options: dict[str, Any]) -> float:
+    """Return the largest norm that is trained with; steps in the backward leave nothing to clip."""
+    return math.inf if options.get("optimizer_in_backward") else CLIP
 
 
 def poison(engine: Any) -> None:
@@ -167,9 +178,10 @@ def main() -> None:
     names = os.environ.get("DTYPES", "float32 bfloat16").split()
     for dtype in (getattr(torch, name) for name in names):
         for accumulate in (1, 3):
-            expected, expected_losses = reference(accumulate, device, dtype)
+            references = {clip: reference(accumulate, device, dtype, clip) for clip in (CLIP, math.inf)}
             tolerance = 2e-5 if dtype is torch.float32 else 4e-3
             for options in configurations(int(os.environ.get("REPEATS", "0"))):
+                expected, expected_losses = references[clip_of(options)]
                 precision = (
                     {} if dtype is torch.float32 else {"precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
                 )
@@ -210,6 +222,9 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
     found += [{"stage": 3, "offload": {**behind, "params": params}} for params in ("none", "cpu")]
     below = {"params": "nvme", "nvme_path": disk["nvme_path"]}
     found += [{"stage": 3, "offload": {**below, **more}} for more in ({}, behind, disk, {**disk, "windows": 2})]
+    found += [{"stage": stage, "optimizer_in_backward": True} for stage in (1, 2, 3)]
+    found += [{"stage": 3, "optimizer_in_backward": True, "communication": {"transport": "nccl"}}]
+    found += [{"stage": 3, "optimizer_in_backward": True, "checkpoint": False}]
     found += [{"stage": 1}] * repeats
     recomputed: dict[str, Any] = {"activation_checkpointing": True}
     there = {"activations": "cpu"}
