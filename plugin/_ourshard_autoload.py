@@ -36,6 +36,9 @@ HOOKS = {
     "trl.generation.vllm_generation": "register_trl.vllm_generation",
 }
 
+# Of these, the one that `python -m` runs. It would be `__main__` then, which is made without a loader's hook.
+PROGRAM = "accelerate.commands.launch"
+
 
 def install() -> None:
     """Hook the modules in `HOOKS`, those imported already and those to come. Idempotent; never raises."""
@@ -115,7 +118,11 @@ def _await(spec: Any) -> None:
 
 
 class _Loader:
-    """Run a module with its own loader, then its hook; leave no trace in the module."""
+    """Run a module with its own loader, then its hook; leave no trace in the module.
+
+    `python -m` asks for `get_code` alone. Where ourshard is switched on, it gets a program that imports `PROGRAM` like
+    any module and calls its `main`: importing `accelerate` imported torch, so that this hook is there in time.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -130,6 +137,11 @@ class _Loader:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         _fire(module.__spec__.name, module)
+
+    def get_code(self, name: str) -> Any:
+        if name == PROGRAM and _says_yes("ACCELERATE_USE_OURSHARD"):
+            return compile(f"from {name} import main\nmain()\n", __file__, "exec")
+        return self._loader.get_code(name)
 
 
 class _Finder:

@@ -87,6 +87,15 @@ def test_torchrun_and_the_environment_are_enough(who):
     assert [worker["ours"] for worker in workers(run_cli(command, env=env).stdout)] == [True, True]
 
 
+@pytest.mark.parametrize("program", [["accelerate.commands.launch"], ["accelerate.commands.accelerate_cli", "launch"]])
+def test_the_launcher_run_as_a_module_takes_deepspeeds_flags_over_by_the_switch(tmp_path, program):
+    script = tmp_path / "told.py"
+    script.write_text("import os; print(os.environ['OURSHARD_CONFIG'], os.environ.get('ACCELERATE_USE_DEEPSPEED'))")
+    flags = ["--use_deepspeed", "--zero_stage", "1", "--num_processes", "1", "--num_machines", "1"]
+    command = [sys.executable, "-m", *program, *flags, "--main_process_port", str(free_port()), script]
+    assert run_cli(command, env={"ACCELERATE_USE_OURSHARD": "true"}).stdout == '{"stage": 1} None\n'
+
+
 @pytest.mark.ranks
 def test_the_launcher_run_as_a_module_takes_an_fsdp_file_over_by_the_switch(who, config_file):
     path = config_file(

@@ -41,8 +41,7 @@ def _handing_over(prepare: Callable[..., Any]) -> Callable[..., Any]:
 def launch_command(module: ModuleType) -> None:
     """Let `accelerate launch --use_deepspeed` start ourshard where it is asked for, as `--use_fsdp` does.
 
-    Run as a module, accelerate's launcher is `__main__`, which no hook sees; there DeepSpeed's launcher starts, and the
-    workers refuse what it tells them.
+    Also as `python -m accelerate.commands.launch`: see `PROGRAM` in `_ourshard_autoload`.
     """
     if _launcher_missing or seams.of_command(module):
         return
