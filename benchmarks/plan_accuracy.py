@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +63,8 @@ def results(paths: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield the measured runs that can be predicted, each once."""
     seen: set[tuple[str, str, float]] = set()
     for result in (result for path in paths for result in _of_one_machine(path)):
-        if result.get("engine") in CONFIGS and result.get("work") in WORKS and result.get("card") in CARDS:
+        known = result.get("engine") in CONFIGS and result.get("work") in WORKS and result.get("card") in CARDS
+        if known and "peak_gib" in result:  # else of `turns.py`
             run = result["engine"], result["work"], round(result["step_ms"], 1)  # some files have more digits
             if run not in seen:
                 yield result
@@ -102,10 +102,10 @@ def _predict(engine: str, work: str, card: str, *, world: int, absent: int | Non
         {**values, "precision": precision, "activation_checkpointing": WORKS[work].checkpoint}
     )
     hardware = hardware_of(CARDS[card], world)
-    if absent:  # collectives return at once
-        hardware = hardware.replace(link_rate=math.inf, nccl_drag=0.0)
     if start_us is not None:
         hardware = hardware.starting(start_us / 1e6)
+    if absent:
+        hardware = hardware.without_others()
     return dataclasses.replace(planner(work), hardware=hardware).row(config)
 
 

@@ -253,8 +253,7 @@ def exact(**changes: Any) -> Hardware:
     """Hardware that reaches all of its rates, and a host that takes no time."""
     rates = ("matmul", "attention", "memory", "nccl", "peer", "host_link")
     one = dict.fromkeys((f"{rate}_reach" for rate in rates), (1.0, 1.0))
-    instant = dict.fromkeys(("forward_call", "backward_call", "unit_call"), (0.0, 0.0))
-    return hardware_of("h100", 8).replace(**one, **instant, nccl_drag=0.0, **changes)
+    return hardware_of("h100", 8).replaying().replace(**one, nccl_drag=0.0, **changes)
 
 
 def test_a_ring_takes_its_bytes_over_the_slower_link_and_a_latency_a_step() -> None:
@@ -310,7 +309,7 @@ def test_a_slow_host_starves_the_gpu_and_nccl_slows_what_runs_beside_it() -> Non
     _, moves = rehearse(ShardConfig(), MeshSizes(8))
     calls = sum(visit.calls for visit in fake_run().visits)
     slow = exact(flops=1e30, memory_rate=1e30, link_rate=1e30).replace(
-        forward_call=(1.0, 1.0), backward_call=(1.0, 1.0)
+        forward_call=(1.0, 1.0), backward_call=(1.0, 1.0), nccl_call=(1.0, 1.0)
     )
     timing = simulate(moves, MeshSizes(8), slow, OPTIMIZERS["sgd"])
     collectives = sum(len(move.collectives) for move in moves)
@@ -324,9 +323,24 @@ def test_a_slow_host_starves_the_gpu_and_nccl_slows_what_runs_beside_it() -> Non
     assert free * 1.1 < dragged <= free * 1.5
 
 
+def test_a_slow_host_starts_each_call_of_peer_copies_and_waits_for_the_words_of_others_once_a_backward() -> None:
+    _, moves = rehearse(ShardConfig(), MeshSizes(8))
+    names = [call.name for move in moves for call in move.collectives if call.axis == "shard"]
+    gathers, reductions = (names.count(name) for name in ("all_gather", "reduce_scatter"))
+    assert gathers > reductions > 0
+    slow = exact(flops=1e30, memory_rate=1e30, link_rate=1e30).replace(forward_call=(1.0, 1.0), agreement=(0.5, 0.5))
+    of_model = sum(visit.calls for visit in fake_run().visits if not visit.backward)
+    timing = simulate(moves, MeshSizes(8), slow, OPTIMIZERS["sgd"], peer=True)
+    # Staging, a barrier and 7 pulls for each gather; two barriers, 7 pulls and the sum for each reduction.
+    assert timing.total == pytest.approx(of_model + 9 * gathers + 10 * reductions + 0.5, rel=0.01)
+    alone = hardware_of("h200", 2).starting(24e-6).without_others()
+    assert alone.nccl_call == alone.forward_call
+    assert alone.agreement == (0.0, 0.0)
+
+
 def test_a_host_that_starts_kernels_in_half_the_time_takes_half_of_it_for_all_it_does() -> None:
     usual, quick = (hardware_of("h200", 2).starting(seconds) for seconds in (48e-6, 24e-6))
-    for name in ("forward_call", "backward_call", "unit_call", "leaf_call"):
+    for name in ("forward_call", "backward_call", "unit_call", "leaf_call", "nccl_call", "agreement"):
         worst, best = getattr(usual, name)
         assert (worst + best) / 2 == pytest.approx(sum(getattr(hardware_of("h200", 2), name)) / 2)
         assert getattr(quick, name) == pytest.approx((worst / 2, best / 2))
@@ -415,8 +429,11 @@ def test_a_secondary_shard_is_a_candidate_over_nodes_and_halves_what_leaves_them
 
 def test_full_shard_loses_speed_with_ranks_and_hybrid_shard_loses_less() -> None:
     counts = [8, 64, 1024, 16384]
-    full = scaling(planner(8, 1), ShardConfig(), counts)
-    hybrid = scaling(planner(8, 1), ShardConfig(shard_size=8), counts)
+    # The model is so small that a host which takes time would decide.
+    instant = planner(8, 1)
+    instant.hardware = instant.hardware.replaying()
+    full = scaling(instant, ShardConfig(), counts)
+    hybrid = scaling(instant, ShardConfig(shard_size=8), counts)
     per_gpu = [full[count].tokens_per_second / count for count in counts]
     assert per_gpu == sorted(per_gpu, reverse=True)
     assert hybrid[16384].tokens_per_second > 2 * full[16384].tokens_per_second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ PASSED_OVER = {
     "2026-11-28-h200x2-run11-host.jsonl": "groups for both devices, which had no peer copies then; the host decides",
     "2026-11-28-h200x1-run9-offload.jsonl": "the same as run 8, on one card",
     "2026-11-28-h200x2-run12-offload.jsonl": "clipping in a pass of its own over host memory",
+    "2026-11-29-h200x2-run18-slow.jsonl": "NCCL over sockets, whose rate no data sheet has",
 }
 COMPILED = "llama-1b-compiled"  # kernels are planned as they are without a compiler
 
@@ -64,11 +66,15 @@ def test_where_the_host_decides_the_step_is_within_its_error_bar(accuracy: Any) 
 
 
 def test_where_the_host_decides_and_its_pace_is_told_the_step_is_within_15_percent(accuracy: Any) -> None:
-    runs = [run for run in measured(accuracy) if run["work"] in HOST_BOUND and "start_us" in run]
-    assert len(runs) >= 4
-    for result in runs:
-        seen = accuracy.Comparison(result, accuracy.predict(result))
-        assert abs(seen.time_error) < 0.15, f"{result['work']}, {result['engine']}: {seen.time_error:+.1%} off"
+    """Of the mean of a machine's runs of one engine: the pace is the machine's, and that of its processes differs."""
+    errors: dict[tuple[str, str, float], list[float]] = {}
+    for result in measured(accuracy):
+        if result["work"] in HOST_BOUND and "start_us" in result:
+            error = accuracy.Comparison(result, accuracy.predict(result)).time_error
+            errors.setdefault((result["work"], result["engine"], result["start_us"]), []).append(error)
+    assert len(errors) >= 8
+    for (work, engine, _), seen in errors.items():
+        assert abs(statistics.mean(seen)) < 0.15, f"{work}, {engine}: {seen} off"
 
 
 def test_every_engine_that_is_predicted_is_one_that_is_measured(accuracy: Any) -> None:

@@ -13,6 +13,8 @@ llama-1b unless said otherwise). Worst and best of what was seen; other machines
   The spread is between machines of one kind (runs 2, 3, 13 and 14). All four numbers follow the pace of the host:
   where `starts.py` measured 32 us a kernel (27 to 38 in six processes), steps of two works at stages 1 and 3 took 0.65
   to 0.69 of what the middles of the spans give (run 17);
+* host, beside other ranks: 128 and 144 us for a gather and a reduction by NCCL, 4.5 ms for what ranks tell each other
+  at the end of a backward, with the wait for the slower one (run 12, two ranks);
 * a matrix product of 787 TFLOP/s ran at 574 beside NCCL's all-gather (Note [Peer copies] in runtime/peer.py).
 """
 
@@ -28,7 +30,7 @@ from ourshard.values import nearest
 Span = tuple[float, float]  # worst, best
 
 _NO_TIME: Span = (0.0, 0.0)
-_OF_HOST = ("forward_call", "backward_call", "unit_call", "leaf_call")
+_OF_HOST = ("forward_call", "backward_call", "unit_call", "leaf_call", "nccl_call", "agreement")
 _START = 48e-6  # what `starts.py` would measure on a host in the middle of their spans: Note [Reached]
 _START_SPREAD = 0.2  # of what it measures, between processes of one machine
 GB = 10**9
@@ -50,9 +52,9 @@ class Hardware:
     disk_rate: float = 3.0 * GB  # of a node's disk; assumed, `--disk` says better
     host_memory: int | None = None  # bytes of a node that its ranks may take together; None: nobody said
     # Of one rank's host memory in an optimizer's step, read and written, with 16 threads beside an H200. With this rate
-    # the measured steps are -4% to +12% off: two ranks with 0.6e9 elements each, with and without the next forward
-    # beside (run 14), one with 1.2e9 beside its forward, one with 5.6e9 and nothing beside (run 15).
-    host_rate: float = 76.0 * GB
+    # the measured steps are -13% to +14% off: two ranks with 0.6e9 elements each, with and without the next forward
+    # beside (runs 14 and 18), one with 1.2e9 beside its forward, one with 5.6e9 and nothing beside (run 15).
+    host_rate: float = 73.0 * GB
     host_link_rate: float = 32.0 * GB  # between a GPU and its host, in one direction
     # What was reached of the rates above, worst and best: Note [Reached].
     matmul_reach: Span = (0.68, 0.78)
@@ -65,6 +67,8 @@ class Hardware:
     backward_call: Span = (31e-6, 23e-6)  # and from autograd
     unit_call: Span = (190e-6, 10e-6)  # and of the runtime, to gather, use or reduce a unit
     leaf_call: Span = (160e-6, 0.0)  # for each parameter of a unit that is reduced: hooks, and its gradient's copy
+    nccl_call: Span = (160e-6, 110e-6)  # to start one of NCCL's collectives
+    agreement: Span = (6.0e-3, 3.0e-3)  # for the words of the other ranks at the end of a backward
     nccl_drag: float = 0.37  # how much slower kernels compute while NCCL's run beside them
 
     def __post_init__(self) -> None:
@@ -81,7 +85,14 @@ class Hardware:
 
     def replaying(self) -> Hardware:
         """Return these machines as CUDA graphs of whole forwards and backwards see them: the host starts no kernel."""
-        return self.replace(forward_call=_NO_TIME, backward_call=_NO_TIME, unit_call=_NO_TIME, leaf_call=_NO_TIME)
+        return self.replace(**dict.fromkeys(_OF_HOST, _NO_TIME))
+
+    def without_others(self) -> Hardware:
+        """Return these machines where all ranks but one are absent, and collectives return at once, as a benchmark can.
+
+        Source: torch's fake process group, whose calls cost the host what a kernel does.
+        """
+        return self.replace(link_rate=math.inf, nccl_drag=0.0, nccl_call=self.forward_call, agreement=_NO_TIME)
 
     def holds(self, host_nbytes: int) -> bool:
         """Say whether the host of a node can hold so much for each of its ranks, as far as is known."""

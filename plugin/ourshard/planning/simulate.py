@@ -130,15 +130,25 @@ class _Clocks:
         """Put collectives on the wire; return when the last one is over."""
         end = start
         for call in calls:
-            self.host += self.reach.of(self.hardware.forward_call)
+            self.host += self._start_seconds(call)
             seconds = self._seconds(call)
             end = max(end, self.wire) + seconds
             self.wire = end
             self.sent += seconds
         return end
 
+    def _start_seconds(self, call: Collective) -> float:
+        """Return what the host takes to start a collective: by peer copies as many calls as Note [Peer copies] has."""
+        if not self._by_peers(call):
+            return self.reach.of(self.hardware.nccl_call)
+        around = 2 if call.name == "all_gather" else 3  # staging, or the sum; and barriers
+        return (around + self.mesh.shard - 1) * self.reach.of(self.hardware.forward_call)
+
+    def _by_peers(self, call: Collective) -> bool:
+        return self.peer and call.axis == "shard" and call.name != "all_reduce"
+
     def _seconds(self, call: Collective) -> float:
-        peer = self.peer and call.axis == "shard" and call.name != "all_reduce"
+        peer = self._by_peers(call)
         seconds = call_seconds(call, self.mesh, self.hardware, self.reach, peer=peer)
         self.dragging += 0.0 if peer else seconds
         return seconds
@@ -211,6 +221,8 @@ class _Clocks:
         self._wait(self.reduced.pop(0))
 
     def _join(self, move: Move) -> None:
+        if self.mesh.world > 1:
+            self.host += self.reach.of(self.hardware.agreement)
         self._wait(max(self.reduced, default=0.0))
         self.reduced.clear()
         self.dragging = 0.0  # what is over slows nothing
