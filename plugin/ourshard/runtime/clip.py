@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.in_backward import refuse_clipping, refuse_part_of
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.mesh import Axis
+from ourshard.runtime.norms import norms_of
 from ourshard.runtime.shown import ShownParameter, own_of
 
 _before_clipping: OrderedDict[int, Callable[[], None]] = OrderedDict()
@@ -225,12 +226,12 @@ def _local(
     if not tensors:
         return torch.zeros((), device=device, dtype=dtype)
     asked = [tensor for tensor in tensors if id(tensor) not in known] if known else tensors
-    found: Sequence[torch.Tensor] = torch._foreach_norm(asked, order) if asked else ()
+    found = norms_of(asked, order)
     if known:
         taken = iter(found)
         found = [known[id(tensor)] if id(tensor) in known else next(taken) for tensor in tensors]
     where = device or found[0].device
     if len({(norm.device, norm.dtype) for norm in found}) > 1:
         found = [norm.to(where, dtype) for norm in found]
-    norms = torch.stack(list(found)).to(where, dtype)
+    norms = torch.stack(found).to(where, dtype)
     return norms.max() if math.isinf(order) else (norms**order).sum()

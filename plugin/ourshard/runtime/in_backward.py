@@ -37,6 +37,7 @@ from ourshard.runtime.behind import is_ours
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.lane_step import showing
 from ourshard.runtime.meter import Spent
+from ourshard.runtime.norms import norms_of
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
@@ -85,7 +86,7 @@ class StepsInBackward:
     @torch.no_grad()
     def _step(self, lane: Lane, optimizer: Optimizer) -> None:
         assert lane.gradient is not None
-        norm = torch._foreach_norm([lane.gradient], 2.0)[0]  # before the step, as SGD may change what it is given
+        norm = norms_of([lane.gradient])[0]  # before the step, as SGD may change what it is given
         if optimizer not in self._values:
             _refuse_hooks(optimizer)
             self._values[optimizer] = _values_of(optimizer)

@@ -19,6 +19,7 @@ from ourshard.runtime.lane_direct import DirectGradients, dense
 from ourshard.runtime.late import LateDivision
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
+from ourshard.runtime.norms import norms_of
 from ourshard.runtime.peer import Reduction
 from ourshard.runtime.placement import At
 
@@ -335,7 +336,7 @@ class Lane(DirectGradients):
             gradient.copy_(segment, non_blocking=True)
             total = segment
         if self.offloaded:
-            self.known_norm = (torch._foreach_norm([total.to(gradient.dtype)])[0], gradient._version)
+            self.known_norm = (norms_of([total.to(gradient.dtype)])[0], gradient._version)
         self.accumulated = True
         return read
 
@@ -444,8 +445,7 @@ class Lane(DirectGradients):
         self._dropped.clear()
 
     def _forget_all(self) -> None:
-        self.accumulated, self.spent_norm = False, None
-        self.late.divisor = None
+        self.accumulated, self.spent_norm, self.late.divisor = False, None, None
         self._dropped = set()
         if not self.placement.whole:
             self._gradient = None
