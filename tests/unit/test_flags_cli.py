@@ -84,13 +84,13 @@ def test_sharded_copies_go_to_fsdp_and_back(tmp_path: Path) -> None:
     assert read_document(load(tmp_path / "new.yaml"), "x").config == ShardConfig(shard_size=4)
 
 
-def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_unless_that_is_asked(tmp_path: Path) -> None:
     output = tmp_path / "new.yaml"
     output.write_text("kept")
     assert "already there" in run("translate", FILES / "fsdp1.yaml", "-o", output, code=2)
     assert output.read_text() == "kept"
-    assert "Is a directory" in run("translate", FILES / "fsdp1.yaml", "-o", tmp_path, "--force", code=2)
-    run("translate", FILES / "fsdp1.yaml", "-o", output, "--force")
+    assert "Is a directory" in run("translate", FILES / "fsdp1.yaml", "-o", tmp_path, "--overwrite", code=2)
+    run("translate", FILES / "fsdp1.yaml", "-o", output, "--overwrite")
     assert output.read_text() != "kept"
 
 
@@ -154,4 +154,4 @@ def test_write_makes_a_config_that_is_read_back(tmp_path: Path) -> None:
     assert read_document(values, "x").config == ShardConfig(stage=2).replace(offload={"optimizer": "cpu"})
     two = ["write", tmp_path / "b.yaml", "--num-machines", "2"]
     assert "--main-process-ip" in run(*two, "--num-processes", "2", code=2)
-    assert "3 ranks do not fill 2 machines" in run(*two, "--num-processes", "3", code=2)
+    assert "2 machines can't be filled evenly by 3 ranks" in run(*two, "--num-processes", "3", code=2)

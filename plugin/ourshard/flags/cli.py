@@ -14,11 +14,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ourshard.flags.files import load
+from ourshard.flags.files import load, write_text
 from ourshard.flags.native import comment_of
 from ourshard.flags.result import FlagResult
 from ourshard.flags.sources import explain, from_environment, merge, read, read_document
 from ourshard.flags.translate import compose, elsewhere, translate
+from ourshard.runtime.wording import counted
 
 _HELP = """Translate, show and write configurations.
 
@@ -63,7 +64,7 @@ def translate_command(
     ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write; stdout if left out.")] = None,
     to: Annotated[str, typer.Option("--to", help="native, fsdp or deepspeed.")] = "native",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write OLD in another form, with a comment on each line; say what could not be taken along."""
     with _one_line_errors():
@@ -72,16 +73,13 @@ def translate_command(
             if output is None:
                 typer.echo(text, nl=False)
             else:
-                _write(path, text, force)
+                _write(path, text, overwrite)
     for note in result.notes:
         typer.echo(f"note: {note}", err=True)
 
 
-def _write(path: Path, text: str, force: bool) -> None:
-    if path.exists() and not force:
-        raise ValueError(f"{path} is already there; give another name, or --force.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def _write(path: Path, text: str, overwrite: bool) -> None:
+    write_text(path, text, overwrite=overwrite)
     typer.echo(f"wrote {path}", err=True)
 
 
@@ -172,14 +170,17 @@ def write_command(
     main_process_ip: Annotated[str, typer.Option(help="Address of the first of several machines.")] = "",
     mixed_precision: Annotated[str, typer.Option(help="no, fp16 or bf16.")] = "bf16",
     cpu: Annotated[bool, typer.Option("--cpu", help="Train on CPUs.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write over a file that is there.")] = False,
 ) -> None:
     """Write a config for `accelerate launch --config_file`, with a comment on each line."""
     with _one_line_errors():
         if mixed_precision not in ("no", "fp16", "bf16"):
             raise ValueError(f"--mixed-precision: {mixed_precision!r} is not one of no, fp16, bf16.")
         if min(num_processes, num_machines) < 1 or num_processes % num_machines:
-            raise ValueError(f"--num-processes: {num_processes} ranks do not fill {num_machines} machines.")
+            raise ValueError(
+                f"--num-processes: {counted(num_machines, 'machine')} can't be filled evenly by "
+                f"{counted(num_processes, 'rank')}."
+            )
         result = merge([read(text, "--set") for text in given or ()])
         accelerate: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
@@ -193,4 +194,4 @@ def write_command(
             if not main_process_ip:
                 raise ValueError("--num-machines above 1 needs --main-process-ip, the address of the first machine.")
             accelerate |= {"main_process_ip": main_process_ip, "main_process_port": 29500, "rdzv_backend": "static"}
-        _write(output, compose(result, accelerate), force)
+        _write(output, compose(result, accelerate), overwrite)

@@ -31,6 +31,19 @@ def load(path: str | Path) -> dict[str, Any]:
     return values
 
 
+def write_text(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a new file, and the folders above it; over a file that is there only where that is asked."""
+    refuse_existing(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def refuse_existing(path: Path, *, overwrite: bool) -> None:
+    """Raise ValueError if `path` is there and not to be overwritten."""
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} is already there; give another name, or --overwrite.")
+
+
 def _is_json(path: Path, text: str) -> bool:
     return path.suffix == ".json" or (path.suffix not in (".yaml", ".yml") and text.lstrip().startswith("{"))
 

@@ -13,7 +13,8 @@ import yaml
 from rich.console import Console
 
 from ourshard.config import ShardConfig
-from ourshard.flags.result import from_values
+from ourshard.flags.files import refuse_existing, write_text
+from ourshard.flags.result import FlagResult, from_values
 from ourshard.flags.sources import resolve
 from ourshard.flags.translate import compose
 from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
@@ -55,100 +56,113 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptio
 _COUNTS = [2**power for power in range(15)]  # 1 to 16,384
 
 
+_Names = list[str] | None
+_Memory = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_size,
+        metavar="GIB",
+        help="GiB that a process can use on a GPU; else the card's, less what CUDA takes.",
+    ),
+]
+_Link = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_rate, metavar="GB/S", help="GB/s of a GPU to others of its node, one way; else the card's."
+    ),
+]
+_Network = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_rate, metavar="GB/S", help="GB/s of a GPU to other nodes; else the usual of such machines."
+    ),
+]
+_HostMemory = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_size, metavar="GIB", help="GiB of a node's memory that its ranks may take; else without a limit."
+    ),
+]
+_Disk = Annotated[
+    float | None, typer.Option(parser=parse_rate, metavar="GB/S", help="GB/s of a node's disk; else a guess of 3.")
+]
+_KernelStart = Annotated[
+    float | None,
+    typer.Option(
+        parser=parse_time,
+        metavar="US",
+        help="Microseconds of the host to start a kernel, as `ourshard doctor` measures; else a wide guess.",
+    ),
+]
+
+
 @app.command(no_args_is_help=True, help="\n\n".join(" ".join(part.split("\n")) for part in _HELP.split("\n\n")))
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a config.json, or module:Class.")],
     *,
-    options: Annotated[list[str] | None, typer.Option("--with", help="KEY=VALUE of the config or the class.")] = None,
+    options: Annotated[_Names, typer.Option("--with", help="KEY=VALUE of the config or the class.")] = None,
     gpu: Annotated[
         str, typer.Option(help="b200, h200, h100, a100, a100-40, l40s or rtx4090; sets the next ones.")
     ] = "h100",
     gpus: Annotated[int, typer.Option(help="GPUs over all nodes.")] = 8,
     nodes: Annotated[int, typer.Option(help="Nodes that they fill.")] = 1,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_size,
-            metavar="GIB",
-            help="GiB that a process can use on a GPU; else the card's, less what CUDA takes.",
-        ),
-    ] = None,
-    link: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_rate, metavar="GB/S", help="GB/s of a GPU to others of its node, one way; else the card's."
-        ),
-    ] = None,
-    network: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_rate, metavar="GB/S", help="GB/s of a GPU to other nodes; else the usual of such machines."
-        ),
-    ] = None,
-    host_memory: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_size,
-            metavar="GIB",
-            help="GiB of a node's memory that its ranks may take; else without a limit.",
-        ),
-    ] = None,
-    disk: Annotated[
-        float | None, typer.Option(parser=parse_rate, metavar="GB/S", help="GB/s of a node's disk; else a guess of 3.")
-    ] = None,
-    kernel_start: Annotated[
-        float | None,
-        typer.Option(
-            parser=parse_time,
-            metavar="US",
-            help="Microseconds of the host to start a kernel, as `ourshard doctor` measures; else a wide guess.",
-        ),
-    ] = None,
+    memory: _Memory = None,
+    link: _Link = None,
+    network: _Network = None,
+    host_memory: _HostMemory = None,
+    disk: _Disk = None,
+    kernel_start: _KernelStart = None,
     batch: Annotated[int, typer.Option(help="Samples of one rank in one forward.")] = 1,
     length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
-    inputs: Annotated[list[str] | None, typer.Option("--input", help="NAME=SHAPE:DTYPE, for your own.")] = None,
+    inputs: Annotated[_Names, typer.Option("--input", help="NAME=SHAPE:DTYPE, for your own.")] = None,
     accumulate: Annotated[int, typer.Option(help="Forwards in an optimizer step.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adamw, momentum or sgd.")] = "adamw",
     mixed_precision: Annotated[str, typer.Option(help="no, fp16 or bf16.")] = "bf16",
-    base: Annotated[list[str] | None, typer.Option("--set", help="Keep these keys: short form or a file.")] = None,
+    base: Annotated[_Names, typer.Option("--set", help="Keep these keys: short form or a file.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Compare shards over half of a node, and offload, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw memory by kind to this PNG.")] = None,
     curve: Annotated[Path | None, typer.Option("--scaling", help="Draw 1 to 16,384 GPUs to this PNG.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the cheapest that fits as YAML.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write over a file that is there.")] = False,
 ) -> None:
     """Print the plan; see `_HELP`."""
     try:
+        if output is not None:
+            refuse_existing(output, overwrite=overwrite)
         measured = {"link_rate": link, "network_rate": network, "disk_rate": disk}
         sizes = {"memory": memory, "host_memory": host_memory}
         hardware = _adjusted(hardware_of(gpu, gpus, nodes), measured, sizes, kernel_start)
         built = load_model(model, _options(options))
         given = dict(parse_input(text) for text in inputs or ())
         workload = Workload(make_batch(built, batch, length, given), accumulate, optimizer, mixed_precision)
-        planner = Planner(built, workload, hardware)
-        fixed = resolve({f"--set {text}": text for text in base or ()}, {})
-        start, kept = fixed.config, set(fixed.said)
-        rows = planner.rows(candidates(start, hardware, kept))
-        if not rows:
-            raise ValueError(f"--set: none of the configurations that are compared has {', '.join(sorted(kept))} so.")
-        if every:
-            rows += planner.rows(halved(start, hardware, kept))
-        if every or cheapest(rows) is None:
-            rows += planner.rows(offloaded(start, hardware, kept))
+        planner, fixed = Planner(built, workload, hardware), resolve({f"--set {text}": text for text in base or ()}, {})
+        rows = _compared(planner, hardware, fixed, every)
         chosen = cheapest(rows)
         _print(rows, hardware, chosen, as_json)
         if plot is not None:
             plot_memory(rows, hardware, plot)
         if curve is not None:
-            counts = _counts(hardware)
-            drawn = _curves(start, kept)
-            plot_scaling({describe(config): scaling(planner, config, counts) for config in drawn}, curve)
+            _draw_scaling(planner, hardware, fixed, curve)
         if output is not None and chosen is not None:
-            _write(output, chosen, hardware, mixed_precision)
+            _write(output, chosen, hardware, mixed_precision, overwrite)
     except (ValueError, OSError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if chosen is not None else 1)
+
+
+def _compared(planner: Planner, hardware: Hardware, fixed: FlagResult, every: bool) -> list[Row]:
+    """Return a row for each configuration that has what was fixed; those with offload where asked, or nothing fits."""
+    start, kept = fixed.config, set(fixed.said)
+    rows = planner.rows(candidates(start, hardware, kept))
+    if not rows:
+        raise ValueError(f"--set: none of the configurations that are compared has {', '.join(sorted(kept))} so.")
+    if every:
+        rows += planner.rows(halved(start, hardware, kept))
+    if every or cheapest(rows) is None:
+        rows += planner.rows(offloaded(start, hardware, kept))
+    return rows
 
 
 def _adjusted(
@@ -192,6 +206,13 @@ def _print(rows: list[Row], hardware: Hardware, chosen: Row | None, as_json: boo
         console.print(f"It needs {memory_text(need)} of memory on the host of each node.")
 
 
+def _draw_scaling(planner: Planner, hardware: Hardware, fixed: FlagResult, path: Path) -> None:
+    node = hardware.gpus_per_node
+    counts = [count for count in _COUNTS if count <= node or count % node == 0]
+    drawn = _curves(fixed.config, set(fixed.said))
+    plot_scaling({describe(config): scaling(planner, config, counts) for config in drawn}, path)
+
+
 def _curves(base: ShardConfig, kept: Collection[str]) -> list[ShardConfig]:
     """Return what to draw over the number of GPUs: each stage, and stage 3 with a copy in each node."""
     drawn = [{"stage": stage, "shard_size": None} for stage in (0, 1, 2, 3)] + [{"stage": 3, "shard_size": "node"}]
@@ -200,12 +221,7 @@ def _curves(base: ShardConfig, kept: Collection[str]) -> list[ShardConfig]:
     return list(dict.fromkeys(config for config in configs if config is not None))
 
 
-def _counts(hardware: Hardware) -> list[int]:
-    node = hardware.gpus_per_node
-    return [count for count in _COUNTS if count <= node or count % node == 0]
-
-
-def _write(path: Path, chosen: Row, hardware: Hardware, mixed_precision: str) -> None:
+def _write(path: Path, chosen: Row, hardware: Hardware, mixed_precision: str, overwrite: bool) -> None:
     said = from_values(_differences(chosen.config), "plan")
     accelerate: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -222,8 +238,7 @@ def _write(path: Path, chosen: Row, hardware: Hardware, mixed_precision: str) ->
             "--machine_rank N",
             err=True,
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(compose(said, accelerate), encoding="utf-8")
+    write_text(path, compose(said, accelerate), overwrite=overwrite)
     typer.echo(f"wrote {path}", err=True)
 
 
