@@ -10,7 +10,7 @@ from .foreign.adapters import adapter_only_names
 from .huggingface_sink import SafetensorsSink, training_losses
 from .safetensors_file import lay_out
 from .source import PARAM, Source
-from .transfer import FilePlan, Run, write_files
+from .transfer import FilePlan, TensorRun, write_files
 from .view import only_adapters
 from .workspace import Workspace
 
@@ -51,7 +51,7 @@ class PeftSink(SafetensorsSink):
             raise ValueError(f"{source.path} has no adapter under PEFT's names, or several; choose one with include")
         infos = {names[key.name]: adapter.tensors[key] for key in adapter.keys_of(PARAM)}
         layout = lay_out([(name, info.dtype, info.shape) for name, info in infos.items()], {"format": "pt"})
-        runs = [Run(infos[entry.name], 0, infos[entry.name].numel) for entry in layout.entries]
+        runs = [TensorRun(infos[entry.name], 0, infos[entry.name].numel) for entry in layout.entries]
         write_files(workspace, [FilePlan(ADAPTER, layout, runs)], adapter)
         workspace.write_bytes(CONFIG, json.dumps(dict(config), indent=2, sort_keys=True).encode() + b"\n")
         for name, path in source.description.files.items():

@@ -38,7 +38,7 @@ from .pieces import box_of, run_of
 from .safetensors_file import Layout, lay_out
 from .source import BUFFER, EXTRA_PREFIX, TensorInfo, TensorKey
 from .tensor_bytes import bytes_of
-from .transfer import Run
+from .transfer import TensorRun
 
 PARTS = "parts"
 
@@ -72,7 +72,7 @@ class ShardFile:
     group: str
     rank: int
     layout: Layout
-    runs: tuple[Run, ...]
+    runs: tuple[TensorRun, ...]
 
     def record(self, digests: Sequence[str]) -> FileRecord:
         """Return the record for the manifest, given the hash of each piece."""
@@ -86,13 +86,13 @@ class ShardFile:
         )
 
 
-def plan_files(runs: Iterable[Run], rank: int, world_size: int) -> list[ShardFile]:
+def plan_files(runs: Iterable[TensorRun], rank: int, world_size: int) -> list[ShardFile]:
     """Sort one rank's runs, each of them a box, into files: one for each kind, a further one for a second of a tensor.
 
     A file of no piece is not planned, and an empty run only for a tensor that has no element at all: torch's reader has
     to see its name. The same runs give the same files on every rank and in every run of the program.
     """
-    files: dict[tuple[str, int], list[Run]] = {}
+    files: dict[tuple[str, int], list[TensorRun]] = {}
     seen: Counter[TensorKey] = Counter()
     for run in runs:
         key = run.info.key
@@ -103,7 +103,7 @@ def plan_files(runs: Iterable[Run], rank: int, world_size: int) -> list[ShardFil
     return [_plan_file(group, nth * world_size + rank, rank, world_size, own) for (group, nth), own in files.items()]
 
 
-def _plan_file(group: str, number: int, rank: int, world_size: int, runs: Sequence[Run]) -> ShardFile:
+def _plan_file(group: str, number: int, rank: int, world_size: int, runs: Sequence[TensorRun]) -> ShardFile:
     by_name = {run.info.key.name: run for run in runs}
     boxes = {name: box_of(run.info.shape, run.start, run.stop) for name, run in by_name.items()}
     shapes = {name: run.info.shape for name, run in by_name.items()}
@@ -172,7 +172,7 @@ class ShardWriter:
         for key in scalars:
             del infos[key]
         data = {(key, item.run()[0]): item.tensor for key in infos for item in held[key] if item.tensor.numel()}
-        runs = [Run(infos[key], *item.run()) for key in infos for item in held[key]]
+        runs = [TensorRun(infos[key], *item.run()) for key in infos for item in held[key]]
         records = [self._write_file(file, data) for file in plan_files(runs, self.rank, self.world_size)]
         if rank_state is not None:
             text = seal(plain.encode(rank_state, f"state of rank {self.rank}"))

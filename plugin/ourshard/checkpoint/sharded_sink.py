@@ -12,7 +12,7 @@ from .manifest import NAME, PLAIN, FileRecord, Manifest, dump, seal
 from .shard_writer import is_scalar, plan_files, rank_state_path
 from .sink import Sink
 from .source import PARAM, Source, TensorInfo
-from .transfer import FilePlan, Run, write_files
+from .transfer import FilePlan, TensorRun, write_files
 from .workspace import Workspace
 
 
@@ -54,12 +54,12 @@ class ShardedSink(Sink):
         workspace.write_bytes(NAME, dump(manifest))
 
 
-def cut_rows(infos: list[TensorInfo], world_size: int) -> list[list[Run]]:
+def cut_rows(infos: list[TensorInfo], world_size: int) -> list[list[TensorRun]]:
     """Give each rank about as many bytes of each kind, in whole rows: most tensors lie on one rank or two.
 
     State of a parameter's shape is cut where the parameter is, so that a rank finds both in its own files.
     """
-    shares: list[list[Run]] = [[] for _ in range(world_size)]
+    shares: list[list[TensorRun]] = [[] for _ in range(world_size)]
     bounds: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for kind in sorted({info.key.kind for info in infos}, key=lambda kind: kind != PARAM):
         own = [info for info in infos if info.key.kind == kind]
@@ -69,7 +69,7 @@ def cut_rows(infos: list[TensorInfo], world_size: int) -> list[list[Run]]:
             cuts = bounds.setdefault((info.key.name, info.shape), [0, *fair, info.rows])
             for rank in range(world_size):
                 if cuts[rank] < cuts[rank + 1] or (rank == 0 and not info.numel):
-                    shares[rank].append(Run(info, cuts[rank] * info.row_numel, cuts[rank + 1] * info.row_numel))
+                    shares[rank].append(TensorRun(info, cuts[rank] * info.row_numel, cuts[rank + 1] * info.row_numel))
             position += info.nbytes
     return shares
 

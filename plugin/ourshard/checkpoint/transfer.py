@@ -14,7 +14,7 @@ from .workspace import PositionedFile, Workspace
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TensorRun:
     """Elements [start, stop) of a tensor, to be written as one piece: Note [Runs and boxes] in pieces.py."""
 
     info: TensorInfo
@@ -27,9 +27,9 @@ class Run:
         return (self.stop - self.start) * self.info.dtype.itemsize
 
 
-def whole(info: TensorInfo) -> Run:
+def whole(info: TensorInfo) -> TensorRun:
     """Return all of a tensor as a run."""
-    return Run(info, 0, info.numel)
+    return TensorRun(info, 0, info.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FilePlan:
 
     name: str
     layout: Layout
-    runs: Sequence[Run]
+    runs: Sequence[TensorRun]
 
 
 def write_files(workspace: Workspace, plans: Sequence[FilePlan], source: Source) -> None:
@@ -74,12 +74,12 @@ class _Batch:
     """Runs that follow each other from a position in a file."""
 
     position: int
-    runs: tuple[Run, ...]
+    runs: tuple[TensorRun, ...]
 
 
-def _batches(layout: Layout, runs: Sequence[Run], block: int) -> Iterator[_Batch]:
+def _batches(layout: Layout, runs: Sequence[TensorRun], block: int) -> Iterator[_Batch]:
     """Yield all runs: a large one alone, small neighbours together, up to about a block."""
-    batch: list[Run] = []
+    batch: list[TensorRun] = []
     begin = position = len(layout.head)
     for run in runs:
         if batch and position + run.nbytes - begin > block:
@@ -115,7 +115,7 @@ class _Writer:
         self._workspace.report(nbytes)
         return digests
 
-    def _write_large(self, position: int, run: Run) -> str:
+    def _write_large(self, position: int, run: TensorRun) -> str:
         """Write one run in blocks of whole rows."""
         state, width = xxhash.xxh3_128(), run.info.dtype.itemsize
         row = max(1, run.info.row_numel)
@@ -132,6 +132,6 @@ class _Writer:
             start = stop
         return state.hexdigest()
 
-    def _read(self, run: Run, start: int, target: memoryview) -> None:
+    def _read(self, run: TensorRun, start: int, target: memoryview) -> None:
         if target.nbytes:
             self._source.read_run_into(run.info.key, start, target)
