@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ourshard.runtime.wording import file_text, memory_text
+from ourshard.runtime.wording import counted, file_text, memory_text
 
 from .conversion import Report, convert, parse_size
 from .inspection import inspect, render
@@ -119,57 +119,64 @@ What would be written, and what would be lost:
 130 stopped by Ctrl-C. A conversion that was stopped goes on where it was when the same command is given again."""
 
 
+_Texts = list[str] | None
+_Src = Annotated[
+    Path, typer.Argument(metavar="SRC", help="The checkpoint: an outer folder (checkpoint-N), an inner one, or a file.")
+]
+_Dst = Annotated[
+    Path, typer.Argument(metavar="DST", help="The new folder. It appears when all is written, never by halves.")
+]
+_Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Dtype of the weights: float32, bfloat16, float16, or own (what each has in the model). "
+        "Default: as stored, the fp32 masters where there are any. The optimizer's state keeps its own."
+    ),
+]
+_WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave the optimizer and all else of training out.")]
+_Rename = Annotated[_Texts, typer.Option(metavar="REGEX=TEXT", help="Rename as re.sub does; repeatable, in order.")]
+_Tie = Annotated[
+    _Texts, typer.Option(metavar="ALIAS=OWNER", help="Say that two names are one parameter, where no file says so.")
+]
+_MergeAdapter = Annotated[
+    bool, typer.Option("--merge-adapter", help="Add a LoRA to its base weights; the result is the base model.")
+]
+_MaxShardSize = Annotated[
+    str | None, typer.Option(help="Largest file of weights, such as 5GB. Default: 50GB, as Transformers has it.")
+]
+_WorldSize = Annotated[
+    int | None, typer.Option(help="Ranks to cut the files for, in formats cut by rank. Default: as SRC, else 1.")
+]
+_Workers = Annotated[int | None, typer.Option(help="Threads that read and write. Default: the cores, at most 4.")]
+_Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the checkpoint DST, when the new one is complete.")
+]
+_DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be written and what would be lost; write nothing.")
+]
+
+
 def convert_command(
-    src: Annotated[
-        Path,
-        typer.Argument(metavar="SRC", help="The checkpoint: an outer folder (checkpoint-N), an inner one, or a file."),
-    ],
-    dst: Annotated[
-        Path, typer.Argument(metavar="DST", help="The new folder. It appears when all is written, never by halves.")
-    ],
+    src: _Src,
+    dst: _Dst,
     *,
     to: Annotated[str, typer.Option(help=_formats())],
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Dtype of the weights: float32, bfloat16, float16, or own (what each has in the model). "
-            "Default: as stored, the fp32 masters where there are any. The optimizer's state keeps its own."
-        ),
-    ] = None,
-    weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="Leave the optimizer and all else of training out.")
-    ] = False,
+    dtype: _Dtype = None,
+    weights_only: _WeightsOnly = False,
     adapters_only: Annotated[bool, typer.Option("--adapters-only", help="Take the adapter alone.")] = False,
-    include: Annotated[list[str] | None, typer.Option(help="Take only names that fit this glob; repeatable.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave out names that fit this glob; repeatable.")] = None,
-    rename: Annotated[
-        list[str] | None, typer.Option(metavar="REGEX=TEXT", help="Rename as re.sub does; repeatable, in order.")
-    ] = None,
-    tie: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ALIAS=OWNER", help="Say that two names are one parameter, where no file says so."),
-    ] = None,
-    merge_adapter: Annotated[
-        bool, typer.Option("--merge-adapter", help="Add a LoRA to its base weights; the result is the base model.")
-    ] = False,
+    include: Annotated[_Texts, typer.Option(help="Take only names that fit this glob; repeatable.")] = None,
+    exclude: Annotated[_Texts, typer.Option(help="Leave out names that fit this glob; repeatable.")] = None,
+    rename: _Rename = None,
+    tie: _Tie = None,
+    merge_adapter: _MergeAdapter = False,
     base: Annotated[Path | None, typer.Option(help="The base model, if SRC is an adapter alone.")] = None,
     model: Annotated[int | None, _MODEL_OPTION] = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Largest file of weights, such as 5GB. Default: 50GB, as Transformers has it.")
-    ] = None,
-    world_size: Annotated[
-        int | None, typer.Option(help="Ranks to cut the files for, in formats cut by rank. Default: as SRC, else 1.")
-    ] = None,
+    max_shard_size: _MaxShardSize = None,
+    world_size: _WorldSize = None,
     memory: Annotated[str, typer.Option(help="Memory that this process may take.")] = "2GiB",
-    workers: Annotated[
-        int | None, typer.Option(help="Threads that read and write. Default: the cores, at most 4.")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the checkpoint DST, when the new one is complete.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be written and what would be lost; write nothing.")
-    ] = False,
+    workers: _Workers = None,
+    overwrite: _Overwrite = False,
+    dry_run: _DryRun = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no report.")] = False,
 ) -> None:
     """Convert a checkpoint of any framework to another format.
@@ -214,7 +221,7 @@ def _pair(rule: str) -> tuple[str, str]:
 
 def _print_report(report: Report, *, dry_run: bool) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    what = f"{report.tensors} tensors, {file_text(report.nbytes)}"
+    what = f"{counted(report.tensors, 'tensor')}, {file_text(report.nbytes)}"
     if dry_run:
         console.print(f"{escape(str(report.path))} would hold {what} as {report.format} (from {report.source_format})")
     else:
@@ -312,7 +319,10 @@ def _print_verification(found: Verification) -> None:
         console.print(f"{marks[finding.ok]} {finding.check}: {escape(finding.subject)}: {escape(finding.text)}")
     faults = sum(finding.ok is False for finding in found.findings)
     compared = f", {found.compared} compared" if found.compared else ""
-    console.print(f"{found.files} files, {found.tensors} tensors checked{compared}: {faults or 'no'} faults")
+    console.print(
+        f"{counted(found.files, 'file')}, {counted(found.tensors, 'tensor')} checked{compared}: "
+        f"{counted(faults, 'fault') if faults else 'no faults'}"
+    )
 
 
 convert_app = _app(convert_command, _CONVERT_EXAMPLES)

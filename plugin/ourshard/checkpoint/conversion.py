@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -158,33 +158,36 @@ def convert(
         Path(base) if base is not None else None, model,
     )  # fmt: skip
     options = SinkOptions(None if max_shard_size is None else parse_size(max_shard_size), world_size)
-    workers = min(4, os.cpu_count() or 1) if workers is None else workers
-    if workers < 1:
-        raise ValueError(f"workers is {workers}: it has to be 1 or more")
-    src, dst = Path(src), Path(dst)
+    src, dst, workers = Path(src), Path(dst), _threads(workers)
     sink = writer(to)(options)
     began = time.monotonic()
     with selection.open(src) as opened, selection.of(opened) as source:
         _check_place(src, dst, overwrite=overwrite)
         report = _plan(source, src, dst, sink)
         if not dry_run:
-            budget = _budget(parse_size(memory))
             temporary = dst.with_name(f".{dst.name}.converting")
+            budget, mark = _budget(parse_size(memory)), _fingerprint(src, selection, to, options)
             _check_space(temporary, report.nbytes)
-            if progress is not None:
-                progress.start(report.nbytes)
-            with Workspace(
-                temporary,
-                _fingerprint(src, selection, to, options),
-                budget=budget,
-                workers=workers,
-                io=io,
-                progress=None if progress is None else progress.advance,
-            ) as workspace:
+            advance = _start(progress, report.nbytes)
+            with Workspace(temporary, mark, budget=budget, workers=workers, io=io, progress=advance) as workspace:
                 _fill(workspace, sink, source)
                 put_in_place(temporary, dst, replace=overwrite, io=io)
                 workspace.forget()
     return replace(report, seconds=time.monotonic() - began)
+
+
+def _threads(workers: int | None) -> int:
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}: it has to be 1 or more")
+    return workers or min(4, os.cpu_count() or 1)
+
+
+def _start(progress: Progress | None, nbytes: int) -> Callable[[int], None] | None:
+    """Say how many bytes there are; return what is to be told of those that are done."""
+    if progress is None:
+        return None
+    progress.start(nbytes)
+    return progress.advance
 
 
 def parse_size(size: str | int) -> int:
