@@ -62,7 +62,7 @@ WORDS = {
     "unknown key": "Did you mean 'stage'?",
     "stage": "stage: 7",
     "hybrid": "shard_size: 3 (3 ranks) does not divide the world of 2 ranks",
-    "meta": "on the meta device and have no values",
+    "meta": "parameters on the meta device, without values",
     "other model": "rank 0 has nothing more, rank 1 has blocks.3.",
     "other dtype": "torch.float32 True, rank 1 has blocks.0.norm.weight (13,) torch.float64",
     "other buffers": "rank 1 has buffer extra (4,)",

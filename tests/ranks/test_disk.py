@@ -374,7 +374,7 @@ def refused(config: dict[str, Any], free: int | None) -> None:
         (
             "/tmp",
             9000,
-            r"has 8\.8 KiB free, and masters and parameters of 2 ranks need \d+\.\d KiB .* AdamW's state \d+\.\d KiB",
+            r"8\.8 KiB free, and masters and parameters of 2 ranks take \d+\.\d KiB, with AdamW.s state \d+\.\d KiB",
         ),
     ],
 )

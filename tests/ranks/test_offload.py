@@ -262,7 +262,7 @@ def test_memory_that_the_host_does_not_have_is_named_before_the_model_is_sharded
     """I14: masters and gradients must fit; AdamW's state should."""
     numel = sum(p.numel() for p in llama().parameters())
     for error, _ in ranks(2)(short_of_memory, 7 * numel):
-        assert "2 ranks of" in error
+        assert "parameters of 2 ranks, with" in error
         assert "offload.optimizer: nvme" in error
     (error, said), _ = ranks(2)(short_of_memory, 12 * numel)
     assert not error

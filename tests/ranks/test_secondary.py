@@ -162,7 +162,7 @@ def test_sizes_that_cannot_work_are_refused_with_the_reason(ranks):
     others = [{**HPZ, "stage": 2}, {**HPZ, "reshard_after_forward": False}, {**HPZ, "shard_size": 2}]
     for one, three, four, eight, stage, whole, hybrid in ranks(4)(refusals, [*sizes, *others]):
         assert "reshard_after_forward: false" in one
-        assert three.endswith("over 3 does not divide them; use 2, or leave it out.")
+        assert three.endswith("over 3 does not divide it; use 2, or leave it out.")
         assert four.endswith("over 4 is the shard itself; use 2, or leave it out.")
         assert "over 8 does not divide" in eight
         assert "needs stage 3" in stage

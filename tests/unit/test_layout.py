@@ -212,7 +212,7 @@ def test_joining_the_shards_of_a_plan_for_shard_times_replicate_gives_a_plan_for
 
 def test_joining_refuses_a_count_that_does_not_divide_the_world() -> None:
     lane = plan_unit(specs_of((64,)), 4).lanes[0]
-    with pytest.raises(ValueError, match="3 shards"):
+    with pytest.raises(ValueError, match="joined by 3"):
         lane.joined(3)
 
 

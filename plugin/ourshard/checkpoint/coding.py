@@ -16,6 +16,7 @@ import xxhash
 from ourshard.runtime.coded_gradients import GradientCoder, Site
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.wording import counted
 
 from .shard_writer import LocalBox
 from .source import EXTRA_PREFIX, Source, TensorKey
@@ -47,8 +48,8 @@ def restore_coding(engine: Engine, source: Source) -> None:
         for key, residual in wanted.items():
             residual.copy_(source.read_run(key, world.rank * residual.numel(), (world.rank + 1) * residual.numel()))
     else:
-        ranks = source.description.world_size
-        begin_anew(engine, f"the checkpoint has those of {ranks} ranks in another layout" if saved else "it has none")
+        writers = counted(source.description.world_size or 0, "rank")
+        begin_anew(engine, f"the checkpoint has those of {writers} in another layout" if saved else "it has none")
     coders = list(_coders(engine))
     counts = source.read(REDUCTIONS).tolist() if REDUCTIONS in source.tensors else [0]
     if len(counts) != len(coders):

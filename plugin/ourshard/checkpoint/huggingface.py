@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ourshard.runtime.wording import counted
+
 from .companions import companions
 from .foreign.draft import Draft, ForeignSource
 from .foreign.runfiles import read_json
@@ -203,7 +205,7 @@ def _check_index(index: Mapping[str, str] | None, headers: Mapping[str, Header])
         if name not in held[file]:
             raise CheckpointError(f"the index says that {name} is in {file}, but it is not")
     extra = sum(len(names) for names in held.values()) - len(index)
-    return [f"{extra} tensors in the files are not in the index"] if extra else []
+    return [f"{counted(extra, 'tensor')} in the files and not in the index"] if extra else []
 
 
 def _check_numbers(folder: Path, headers: Mapping[str, Header]) -> None:
@@ -216,4 +218,4 @@ def _check_numbers(folder: Path, headers: Mapping[str, Header]) -> None:
         for number in range(1, int(total) + 1):
             other = f"{stem}-{number:05d}-of-{total}.safetensors"
             if other not in headers:
-                raise CheckpointError(f"{folder / other} is missing: {name} is one of {int(total)} files")
+                raise CheckpointError(f"{folder / other} is missing: {name} is one of {counted(int(total), 'file')}")

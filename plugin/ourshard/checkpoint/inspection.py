@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from ourshard.runtime.wording import file_text
+from ourshard.runtime.wording import counted, file_text
 
 from .source import BUFFER, PARAM, Source, TensorInfo
 
@@ -139,7 +139,7 @@ def _rows(source: Source) -> Iterator[TensorRow]:
 def _facts(found: Inspection) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     groups = [
-        f"{group['params']} parameters, "
+        f"{counted(group['params'], 'parameter')}, "
         + ", ".join(f"{key} {group[key]}" for key in ("lr", "weight_decay") if key in group)
         for group in found.param_groups
     ]
@@ -151,8 +151,10 @@ def _facts(found: Inspection) -> Table:
         "files": f"{found.files}, {file_text(found.bytes_on_disk)}",
         "groups": "\n".join(groups),
         "tied": "\n".join(f"{alias} -> {owner}" for alias, owner in found.ties.items()),
-        "frozen": f"{len(found.frozen)} parameters" if found.frozen else "",
-        "in the model": ", ".join(f"{count} parameters {dtype}" for dtype, count in found.own_dtypes.items()),
+        "frozen": counted(len(found.frozen), "parameter") if found.frozen else "",
+        "in the model": ", ".join(
+            f"{counted(count, 'parameter')} {dtype}" for dtype, count in found.own_dtypes.items()
+        ),
         "also": ", ".join(found.also),
         "carried along": ", ".join(found.carried_files),
         "written by": ", ".join(f"{name} {version}" for name, version in found.versions.items()),

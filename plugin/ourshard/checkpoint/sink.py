@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from ourshard.runtime.wording import counted
+
 from .source import Source
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Sink(ABC):
         """Return one sentence for each thing of the source that this format has no place for."""
         kinds = Counter(key.kind for key in source.tensors if not cls.can_hold(key.kind))
         extra = ("the extra state of modules",) if source.description.extra_state else ()
-        return (*(f"{count} tensors of kind {kind!r}" for kind, count in sorted(kinds.items())), *extra)
+        return (*(f"{counted(count, 'tensor')} of kind {kind!r}" for kind, count in sorted(kinds.items())), *extra)
 
     @abstractmethod
     def write(self, source: Source, workspace: Workspace) -> None:

@@ -131,7 +131,7 @@ def select(source: Source, wanted: Callable[[str], bool]) -> View:
             ties[alias] = owner
     ties = {alias: heirs.get(owner, owner) for alias, owner in ties.items() if heirs.get(owner) != alias}
     if not names and not heirs:
-        raise ValueError(f"none of the {len(source.tensors)} tensors of {source.path} is left by these patterns")
+        raise ValueError(f"none of the tensors of {source.path} ({len(source.tensors)}) is left by these patterns")
     origins = {
         TensorKey(key.kind, heirs.get(key.name, key.name)): key
         for key in source.tensors

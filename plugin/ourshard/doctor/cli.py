@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from ourshard.doctor.finding import Finding, Verdict
 from ourshard.doctor.report import as_table, verdict_line
+from ourshard.runtime.wording import counted
 
 _HELP = """Measure what training leans on and take a few training steps, in under a minute; say what to mend.
 
@@ -90,8 +91,8 @@ def _check_processes(processes: int, launched: bool) -> None:
         raise ValueError("--processes: a launcher has started the ranks already; leave it out.")
     if uses_gpus() and processes > torch.cuda.device_count():
         raise ValueError(
-            f"--processes: {processes} ranks need as many GPUs, and {torch.cuda.device_count()} are visible; give "
-            "fewer, or set ACCELERATE_USE_CPU=true."
+            f"--processes: {counted(processes, 'rank')} and {counted(torch.cuda.device_count(), 'visible GPU')}; each "
+            "rank needs one: give fewer, or set ACCELERATE_USE_CPU=true."
         )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ourshard.doctor.finding import Finding, Verdict
 from ourshard.runtime.collectives import reduce_scatter_flat
 from ourshard.runtime.control import all_gather_flat
+from ourshard.runtime.wording import counted
 
 _NBYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 _SECONDS = 1.0  # about what one rate takes
@@ -31,7 +32,7 @@ def measure_collectives(device: torch.device) -> list[Finding]:
     wire = whole.nbytes * (world - 1) / world
     rates = {name: wire / _seconds(work, device) for name, work in works.items()}
     text = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items())
-    text = f"{text} a rank over {world} ranks ({dist.get_backend()}, {whole.nbytes // 2**20} MiB)"
+    text = f"{text} a rank over {counted(world, 'rank')} ({dist.get_backend()}, {whole.nbytes // 2**20} MiB)"
     values = {f"{name}_bytes_per_s": rate for name, rate in rates.items()}
     if min(rates.values()) < _SLOW[device.type]:
         fix = (

@@ -14,6 +14,7 @@ import torch
 from ourshard.doctor.finding import Finding, Verdict
 from ourshard.doctor.machine import idle_cores
 from ourshard.planning.starts import start_seconds
+from ourshard.runtime.wording import counted
 
 _BLOCK = 8 * 2**20  # bytes of one request
 _BLOCKS = 32
@@ -87,7 +88,8 @@ def measure_adamw(local_ranks: int) -> list[Finding]:
     rate = steps * _NUMEL / (time.perf_counter() - began)
     threads, cores = idle_cores(local_ranks)
     values = {"elements_per_s": rate, "threads": threads, "cores_per_rank": cores}
-    text = f"{rate / 1e6:,.0f} million elements/s a rank; it has {threads} threads and about {cores} of the cores"
+    has = f"{counted(threads, 'thread')} and about {counted(cores, 'core')}"
+    text = f"{rate / 1e6:,.0f} million elements/s a rank; it has {has}"
     if 2 * threads <= cores:
         fix = f"OMP_NUM_THREADS={cores} (launchers set 1), if the optimizer is to be offloaded"
         return [Finding("AdamW on the host", text, Verdict.NOTE, fix, values)]

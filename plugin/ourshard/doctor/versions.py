@@ -12,6 +12,7 @@ import torch
 from packaging.requirements import Requirement
 
 from ourshard.doctor.finding import Finding, Verdict
+from ourshard.runtime.wording import counted
 
 _LEAST = {"torch": "2.10", "accelerate": "1.10", "transformers": "5.3", "peft": "0.15", "trl": "1.0"}
 # Their own requirements are looked at: what a package says that it needs is the best list of bad combinations.
@@ -93,7 +94,7 @@ def _cuda_build() -> Iterator[Finding]:
             f"torch is built for CUDA {torch.version.cuda} and can't use the driver (or CUDA_VISIBLE_DEVICES is empty)"
         )
         fix = "Update the driver, or install torch for an older CUDA; see what nvidia-smi says."
-    yield Finding("GPUs", f"{len(cards)} GPUs are there, but {text}", Verdict.PROBLEM, fix)
+    yield Finding("GPUs", f"{counted(len(cards), 'GPU')} in this machine, but {text}", Verdict.PROBLEM, fix)
 
 
 def _switches() -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from ourshard.flags.files import load
 from ourshard.flags.fsdp import unsayable
 from ourshard.flags.language import Language, in_source, normalise
 from ourshard.flags.result import FlagResult, disagreement, merge
+from ourshard.runtime.wording import counted
 from ourshard.values import flatten
 
 DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
@@ -126,8 +127,8 @@ def _check_batch(result: FlagResult, world_size: int | None, source: str) -> Non
     if run.train_batch_size != micro * steps * ranks:
         raise ValueError(
             f"{source}: train_batch_size {run.train_batch_size} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps} x {ranks} ranks = {micro * steps * ranks}; leave train_batch_size "
-            "out, it follows from the others."
+            f"gradient_accumulation_steps {steps} x {counted(ranks, 'rank')} = {micro * steps * ranks}; leave "
+            "train_batch_size out, it follows from the others."
         )
 
 

@@ -34,6 +34,7 @@ from ourshard.offload.preflight import why_not
 from ourshard.runtime import api, control
 from ourshard.runtime.in_backward import NO_CLIPPING, NO_SCALING
 from ourshard.runtime.scaler import ShardGradScaler
+from ourshard.runtime.wording import counted
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _Base
@@ -65,8 +66,8 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if launched > 1 and self.num_processes == 1:
             raise ValueError(
-                f"{launched} processes were launched, but accelerate's state was made for one, before Accelerator() "
-                "and without cpu=True, so each would train alone. Create the Accelerator first, or "
+                f"A launcher started {counted(launched, 'process')}, but accelerate's state was made for one, before "
+                "Accelerator() and without cpu=True, so each would train alone. Create the Accelerator first, or "
                 "PartialState(cpu=True), or set ACCELERATE_USE_CPU=true."
             )
 

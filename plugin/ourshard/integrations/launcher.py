@@ -18,6 +18,7 @@ from ourshard.flags.translate import elsewhere
 from ourshard.integrations.cluster_config import Section
 from ourshard.integrations.notes import say_once
 from ourshard.integrations.switch import ACCUMULATION, GRADIENT_CLIPPING, SWITCH, ConfigError, flag
+from ourshard.runtime.wording import counted
 
 logger = logging.getLogger("ourshard")
 
@@ -168,7 +169,7 @@ def _from_flags_of_any_engine(args: Namespace) -> FlagResult:
 def _check_sizes(result: FlagResult, args: Namespace) -> None:
     size, world = result.config.shard_size, args.num_processes
     if isinstance(size, int) and world and world % size:
-        raise ConfigError(f"shard_size: {size} does not divide the {world} processes of this launch.")
+        raise ConfigError(f"shard_size: {size} does not divide the {counted(world, 'process')} of this launch.")
 
 
 def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ourshard.integrations import optimizer_state
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.wording import counted
 from ourshard.runtime.wrap import canonical
 
 NAMES = "param_names"
@@ -59,8 +60,9 @@ def from_plain(
             names = sorted(mine[place] if place < len(mine) else (), key=order.index)
         if len(names) != len(group["params"]):
             raise ValueError(
-                f"The saved optimizer has {len(group['params'])} parameters in group {place}, this one {len(names)}, "
-                "and no names to match them by. Build the optimizer as it was built when the state was saved."
+                f"The saved optimizer has {counted(len(group['params']), 'parameter')} in group {place}, this one "
+                f"{len(names)}, and no names to match them by. Build the optimizer as it was built when the state was "
+                "saved."
             )
         keys.update(zip(group["params"], names, strict=True))
         groups.append({**{k: v for k, v in group.items() if k != NAMES}, "params": names})

@@ -15,7 +15,7 @@ import torch
 from ourshard.offload.file import DiskFile
 from ourshard.runtime.disk import BLOCK, DiskNeed
 from ourshard.runtime.engine import Engine
-from ourshard.runtime.wording import memory_text
+from ourshard.runtime.wording import counted, memory_text
 
 logger = logging.getLogger("ourshard")
 
@@ -93,7 +93,8 @@ class _Room:
             return None
         return (
             f"offload.nvme_path: {self.folder} has {memory_text(self.free)} free, and masters and parameters of "
-            f"{self.ranks} ranks need {memory_text(self.nbytes)} there, with AdamW's state {memory_text(self.adamw)}. "
+            f"{counted(self.ranks, 'rank')} take {memory_text(self.nbytes)}, with AdamW's state "
+            f"{memory_text(self.adamw)}. "
             "Make room, choose another disk, or use cpu."
         )
 

@@ -25,6 +25,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ourshard.runtime.wording import counted
 from ourshard.values import nearest
 
 Span = tuple[float, float]  # worst, best
@@ -73,9 +74,11 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
-            raise ValueError(f"hardware: {self.gpus} GPUs, {self.gpus_per_node} a node; both must be 1 or more.")
+            raise ValueError(
+                f"hardware: {counted(self.gpus, 'GPU')}, {self.gpus_per_node} a node; both must be 1 or more."
+            )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise ValueError(f"hardware: {self.gpus} GPUs do not fill nodes of {self.gpus_per_node}.")
+            raise ValueError(f"hardware: nodes of {self.gpus_per_node} can't be filled by {counted(self.gpus, 'GPU')}.")
 
     def starting(self, seconds: float) -> Hardware:
         """Return these machines with a host that starts a kernel in `seconds`, as `start_seconds` measures it."""
@@ -146,7 +149,7 @@ def hardware_of(name: str, gpus: int, nodes: int = 1) -> Hardware:
     if name.lower() not in _SHEETS:
         raise ValueError(f"--gpu: {name!r} is not known.{nearest(name.lower(), _SHEETS)}")
     if nodes < 1 or gpus % nodes:
-        raise ValueError(f"hardware: {gpus} GPUs do not fill {nodes} nodes.")
+        raise ValueError(f"hardware: {counted(nodes, 'node')} can't be filled evenly by {counted(gpus, 'GPU')}.")
     sheet = _SHEETS[name.lower()]
     return Hardware(
         name=name.lower(),

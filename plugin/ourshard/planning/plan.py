@@ -26,6 +26,7 @@ from ourshard.planning.simulate import Timing, group_of, simulate
 from ourshard.planning.trace import Trace, UnitParts, trace
 from ourshard.planning.variants import variant
 from ourshard.runtime.mesh import node_size
+from ourshard.runtime.wording import counted
 
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -322,7 +323,7 @@ def mesh_of(config: ShardConfig, hardware: Hardware) -> MeshSizes:
     size = config.shard_size
     shard = hardware.gpus if size is None else hardware.gpus_per_node if size == "node" else int(size)
     if hardware.gpus % shard:
-        raise ValueError(f"shard_size: {size!r} does not divide {hardware.gpus} ranks.")
+        raise ValueError(f"shard_size: {size!r} does not divide {counted(hardware.gpus, 'rank')}.")
     return MeshSizes(shard, hardware.gpus // shard, node_size(config, shard, hardware.gpus_per_node))
 
 

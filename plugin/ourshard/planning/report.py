@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ourshard.planning.hardware import GB, GIB, Hardware
 from ourshard.planning.plan import Row
+from ourshard.runtime.wording import counted
 
 _COLUMNS = (
     "{unit}",
@@ -45,7 +46,7 @@ class _Units(NamedTuple):
 
 def as_table(rows: Sequence[Row], hardware: Hardware, chosen: Row | None) -> Table:
     """Return the rows as a rich table; the chosen one is marked."""
-    nodes = "1 node" if hardware.nodes == 1 else f"{hardware.nodes} nodes"
+    nodes = counted(hardware.nodes, "node")
     title = f"{hardware.gpus} x {hardware.name} in {nodes}, {hardware.memory / GIB:.0f} GiB each"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", no_wrap=True)

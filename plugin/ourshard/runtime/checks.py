@@ -80,7 +80,7 @@ def _refuse_meta(model: nn.Module, stock: list[UnitParameters]) -> None:
     meta = [p.name for entry in stock for p in entry.parameters if p.tensor.is_meta]
     if meta:
         raise ValueError(
-            f"{len(meta)} parameters are on the meta device and have no values ({shorten(meta)}). Rank 0 must have "
+            f"{counted(len(meta), 'parameter')} on the meta device, without values ({shorten(meta)}). Rank 0 must have "
             "real weights: load them, or create the model without `torch.device('meta')`."
         )
     lost = [f"{name}.{key}" for name, m in model.named_modules() for key, v in vars(m).items() if _is_meta(v)]
@@ -179,10 +179,14 @@ def _refuse_unsupported(engine: Engine) -> None:
     _refuse_tiers(engine)
     _refuse_codecs(config)
     if config.secondary_shard_size not in (None, engine.mesh.node.size):
-        raise ValueError(f"secondary_shard_size: the mesh that was given has {engine.mesh.node.size} ranks in a node.")
+        raise ValueError(
+            f"secondary_shard_size: the mesh that was given has {counted(engine.mesh.node.size, 'rank')} in a node."
+        )
     mesh, wanted = engine.mesh, config.communication.node_size
     if wanted not in (None, 1, mesh.shard.size, mesh.node.size):
-        raise ValueError(f"communication.node_size: the mesh that was given has {mesh.node.size} ranks in a node.")
+        raise ValueError(
+            f"communication.node_size: the mesh that was given has {counted(mesh.node.size, 'rank')} in a node."
+        )
     if config.checkpoint.asynchronous and config.checkpoint.format is CheckpointFormat.FULL:
         raise ValueError("checkpoint.asynchronous: format full is gathered and written at once; use sharded, or false.")
     if config.checkpoint.keep is not None and config.checkpoint.format is CheckpointFormat.FULL:

@@ -43,6 +43,7 @@ from ourshard.runtime.settling import settle
 from ourshard.runtime.shown import hide_gradients, show, show_gradients, take_shown, take_writes
 from ourshard.runtime.streams import Streams, profiler_range
 from ourshard.runtime.unit import Unit
+from ourshard.runtime.wording import counted
 
 logger = logging.getLogger("ourshard")
 
@@ -189,7 +190,7 @@ class Engine:
                 self.inputs.begin_forward()
         if self.writes:
             self.control.agree(
-                f"the first forward after {self.writes} parameters were written (copy_, load_state_dict)"
+                f"the first forward after {counted(self.writes, 'write')} of parameters (copy_, load_state_dict)"
             )
             self.writes = 0
         self._bring_in_unsharded()

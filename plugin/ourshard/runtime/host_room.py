@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from ourshard.runtime.wording import memory_text
+from ourshard.runtime.wording import counted, memory_text
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
@@ -52,8 +52,8 @@ def check_host(engine: Engine, model: nn.Module, need: HostNeed) -> None:
     room = min(each.free for each in beside) + sum(each.given_back for each in beside)
     least, likely = sum(each.need.nbytes for each in beside), sum(each.need.with_adamw for each in beside)
     numbers = (
-        f"{len(beside)} ranks of {machine} need {memory_text(least)} of its memory for masters, gradients and "
-        f"parameters, with AdamW's state {memory_text(likely)}; {memory_text(room)} are free"
+        f"{memory_text(least)} of the memory of {machine} are needed for masters, gradients and parameters of "
+        f"{counted(len(beside), 'rank')}, with AdamW's state {memory_text(likely)}; {memory_text(room)} are free"
     )
     error = f"offload: {numbers}. Use more machines, offload.optimizer: nvme, or a smaller offload.optimizer_ratio."
     control.check(error if least > room else None, "checking the host memory of offload")

@@ -38,6 +38,7 @@ from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.lane_step import showing
 from ourshard.runtime.meter import Spent
 from ourshard.runtime.norms import norms_of
+from ourshard.runtime.wording import counted
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
@@ -165,12 +166,12 @@ class StepsInBackward:
     def _refuse(self, what: str) -> NoReturn:
         lane, optimizer = next(iter(self._unfinished.items()))
         raise RuntimeError(
-            f"optimizer_in_backward: the {type(optimizer).__name__} has stepped {len(self._unfinished)} lanes "
-            f"({lane.unit.label}, ...) while the last backward ran, and {what}. That can't be taken back: each "
-            "backward that syncs is to be followed by optimizer.step(), then zero_grad(). Add losses and call backward "
-            "once, or run the earlier backwards in accelerator.accumulate(model) or accelerator.no_sync(model); look "
-            "at a loss before its backward; freeze a model that another one's loss passes through. Or leave the option "
-            "out."
+            f"optimizer_in_backward: the {type(optimizer).__name__} has stepped "
+            f"{counted(len(self._unfinished), 'lane')} ({lane.unit.label}, ...) while the last backward ran, and "
+            f"{what}. That can't be taken back: each backward that syncs is to be followed by optimizer.step(), then "
+            "zero_grad(). Add losses and call backward once, or run the earlier backwards in "
+            "accelerator.accumulate(model) or accelerator.no_sync(model); look at a loss before its backward; freeze a "
+            "model that another one's loss passes through. Or leave the option out."
         )
 
     def _refuse_torn(self) -> None:

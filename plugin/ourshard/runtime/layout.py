@@ -160,7 +160,7 @@ class LaneLayout:
     def joined(self, shards: int) -> LaneLayout:
         """Return the same lane cut into `world / shards` pieces of `shards` shards each: Note [Joined shards]."""
         if shards < 1 or self.world % shards:
-            raise ValueError(f"can't join {shards} shards at a time: the lane has {self.world} shards")
+            raise ValueError(f"shards can't be joined by {shards}: the lane has {self.world} of them")
         return LaneLayout(self.key, self.tensors, self.shard_numel * shards, self.world // shards)
 
     def validate(self, align: int = 1) -> None:

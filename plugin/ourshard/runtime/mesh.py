@@ -45,7 +45,7 @@ class Mesh:
     def describe(self) -> str:
         if self.replicate.size == 1:
             return counted(self.shard.size, "rank")
-        return f"{self.replicate.size} replicas x {self.shard.size} shards"
+        return f"{counted(self.replicate.size, 'replica')} x {counted(self.shard.size, 'shard')}"
 
 
 _MESHES: dict[tuple[object, ...], Mesh] = {}
@@ -134,8 +134,9 @@ def _shard_size(config: ShardConfig, world: int) -> int:
     assert isinstance(size, int)
     if size > world or world % size:
         raise ValueError(
-            f"shard_size: {config.shard_size!r} ({size} ranks) does not divide the world of {world} ranks; "
-            f"use one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}, or null for all."
+            f"shard_size: {config.shard_size!r} ({counted(size, 'rank')}) does not divide the world of "
+            f"{counted(world, 'rank')}; use one of "
+            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}, or null for all."
         )
     return size
 
@@ -195,7 +196,7 @@ def node_size(config: ShardConfig, shard_size: int, local: int) -> int:
         return first_hop(local, shard_size)
     if shard_size % size:
         raise ValueError(
-            f"communication.node_size: {size} does not divide the {shard_size} ranks that share a sharded copy; use "
+            f"communication.node_size: {size} does not divide the shard size of {counted(shard_size, 'rank')}; use "
             f"{' or '.join(str(n) for n in range(1, shard_size + 1) if shard_size % n == 0)}, or leave it out."
         )
     return size if size < shard_size else 1
@@ -203,11 +204,11 @@ def node_size(config: ShardConfig, shard_size: int, local: int) -> int:
 
 def _secondary_size(size: int, shard_size: int) -> int:
     if size >= shard_size or shard_size % size:
-        why = "is the shard itself" if size == shard_size else "does not divide them"
+        why = "is the shard itself" if size == shard_size else "does not divide it"
         divisors = " or ".join(str(n) for n in range(2, shard_size) if shard_size % n == 0)
         raise ValueError(
-            f"secondary_shard_size: {shard_size} ranks share a sharded copy, and a secondary shard over {size} {why}; "
-            f"{f'use {divisors}, or ' if divisors else ''}leave it out."
+            f"secondary_shard_size: the shard size is {counted(shard_size, 'rank')}, and a secondary shard over {size} "
+            f"{why}; {f'use {divisors}, or ' if divisors else ''}leave it out."
         )
     return size
 
@@ -264,7 +265,7 @@ def _from_device_mesh(mesh: DeviceMesh, per_node: int, device: torch.device, tim
         raise ValueError(f"mesh: {mesh.ndim} axes given; use one (shard) or two (replicate, shard).")
     if mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"mesh: has {mesh.size()} ranks, the world {dist.get_world_size()}; give a mesh over all ranks."
+            f"mesh: has {counted(mesh.size(), 'rank')}, the world {dist.get_world_size()}; give a mesh over all ranks."
         )
 
     def axis(name: str, index: int) -> Axis:

@@ -12,6 +12,7 @@ from ourshard.runtime.coded_gradients import in_two_hops
 from ourshard.runtime.divided import divides_masters, effective_stage
 from ourshard.runtime.mesh import first_hop, local_size
 from ourshard.runtime.placement import At
+from ourshard.runtime.wording import counted
 from ourshard.values import flatten
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ def _parameters(engine: Engine, lanes: list[Lane]) -> str:
     padding = sum(lane.layout.padding for lane in lanes)
     sizes = {unit.label: sum(p.numel for lane in unit.lanes for p in lane.parameters) for unit in engine.units}
     largest = max(sizes, key=lambda label: sizes[label])
+    units, count = counted(len(engine.units), "unit"), counted(elements, "parameter")
     return (
-        f"{elements:,} parameters ({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in "
-        f"{len(engine.units)} units, {len(lanes)} lanes, the largest unit {largest} with {sizes[largest]:,}"
+        f"{count} ({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in "
+        f"{units}, {counted(len(lanes), 'lane')}, the largest unit {largest} with {sizes[largest]:,}"
     )
 
 

@@ -24,8 +24,9 @@ def file_text(nbytes: float) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """Return a number with its word: "1 rank", "2 ranks"."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    """Return a number with its word: "1 rank", "2,000 ranks", "2 processes"."""
+    ending = "" if number == 1 else "es" if word.endswith("s") else "s"
+    return f"{number:,} {word}{ending}"
 
 
 def shorten(names: Iterable[str], limit: int = 4) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ourshard.runtime.wording import counted
+
 from ..io import inside
 from ..source import CheckpointError
 from .chunked import Chunk, ChunkedTensor
@@ -225,7 +227,7 @@ def metadata_files(folder: Path) -> list[Path]:
     missing = sorted(set(range(max(ranks) + 1)) - ranks.keys())
     if missing:
         raise CheckpointError(
-            f"{folder}: __{missing[0]}.metadata is missing ({len(missing)} of {max(ranks) + 1} ranks)"
+            f"{folder}: __{missing[0]}.metadata is missing ({len(missing)} of {counted(max(ranks) + 1, 'rank')})"
         )
     return [ranks[rank] for rank in sorted(ranks)]
 

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ourshard.runtime.wording import shorten
+from ourshard.runtime.wording import counted, shorten
 
 from ..numbered import Models, numbered
 from ..source import ADAPTER_ALONE, CheckpointError
@@ -180,7 +180,9 @@ class Parts:
             return {}
         ranked = sorted(self.model, key=lambda prefix: (_model_rank(prefix), -len(self.model[prefix])))
         for prefix in ranked[1:]:
-            draft.losses.append(f"{len(self.model[prefix])} tensors under {'.'.join(map(str, prefix)) or 'no name'!r}")
+            draft.losses.append(
+                f"{counted(len(self.model[prefix]), 'tensor')} under {'.'.join(map(str, prefix)) or 'no name'!r}"
+            )
         return self.model[ranked[0]]
 
     def _add_others(self, draft: Draft) -> None:

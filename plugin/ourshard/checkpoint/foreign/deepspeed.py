@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ourshard.runtime.wording import counted
+
 from ..numbered import Models, numbered
 from ..source import CheckpointError
 from .classes import PickledTensor
@@ -151,7 +153,7 @@ def _add_stage_1_2(draft: Draft, files: DeepSpeedFiles) -> None:
     parts = [_tensors(file, state, "single_partition_of_fp32_groups") for file, state in _ranks(files)]
     if any(len(groups) != len(shapes) for groups in parts):
         raise CheckpointError(
-            f"{states.file.where}: param_shapes has {len(shapes)} groups, the optimizer states do not"
+            f"{states.file.where}: param_shapes has {counted(len(shapes), 'group')}, the optimizer states do not"
         )
     base = [state.get("base_optimizer_state") for state in files.states]
     paddings = _paddings(files.states[0], shapes)
@@ -258,7 +260,9 @@ def _add_stage_3(draft: Draft, files: DeepSpeedFiles) -> None:
     add_partitioned_module(draft, files.models, masters)
     inner = [_inner_state(file, state) for file, state in _ranks(files)]
     if len(shapes) != len(flat[0]):
-        raise CheckpointError(f"{label}: param_shapes has {len(shapes)} groups, the optimizer {len(flat[0])}")
+        raise CheckpointError(
+            f"{label}: param_shapes has {counted(len(shapes), 'group')}, the optimizer {len(flat[0])}"
+        )
     for index, group in enumerate(shapes):
         _add_state(
             draft,

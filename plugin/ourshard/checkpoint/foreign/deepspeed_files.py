@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ourshard.runtime.wording import counted
+
 from ..io import inside
 from ..source import CheckpointError
 from .classes import PickledTensor
@@ -163,11 +165,12 @@ def open_files(folder: Path) -> DeepSpeedFiles:
     world = models[0].content.get("dp_world_size")
     if optimizers and type(world) is int and world != len(optimizers):
         raise CheckpointError(
-            f"{folder}: {len(optimizers)} files of optimizer states for {world} ranks; some are missing"
+            f"{folder}: {counted(len(optimizers), 'file')} of optimizer states for {counted(world, 'rank')}; "
+            "some are missing"
         )
     if len(models) > 1 and optimizers and len(models) != len(optimizers):
         raise CheckpointError(
-            f"{folder}: {len(models)} files of model states and {len(optimizers)} of optimizer states"
+            f"{folder}: {counted(len(models), 'file')} of model states and {len(optimizers)} of optimizer states"
         )
     return files
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ourshard.runtime.wording import shorten
+from ourshard.runtime.wording import counted, shorten
 
 from ..source import BUFFER, PARAM, CheckpointError, Description, Source, TensorInfo, TensorKey
 from .chunked import ChunkedTensor
@@ -274,7 +274,7 @@ def _state_tensors(
             else:
                 odd[kind] += 1
     draft.losses += [
-        f"{count} tensors of optimizer state {kind!r}: neither of the parameter's shape nor a single number"
+        f"{counted(count, 'tensor')} of optimizer state {kind!r}: neither of the parameter's shape nor a single number"
         for kind, count in odd.items()
     ]
     return state, plain

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ourshard.runtime.wording import counted
+
 from ..numbered import Models, numbered, of_model
 from ..source import CheckpointError
 from .classes import PickledTensor
@@ -143,7 +145,9 @@ class FsdpRankSource(ForeignSource):
         draft.model = canonical_keys(RankFiles(files).tensors(), str(path))
         if optimizers:
             if len(optimizers) != len(files):
-                raise CheckpointError(f"{path}: {len(files)} files of the model and {len(optimizers)} of the optimizer")
+                raise CheckpointError(
+                    f"{path}: {counted(len(files), 'file')} of the model and {len(optimizers)} of the optimizer"
+                )
             optimizer = RankFiles(optimizers).optimizer()
             order = Order(tuple(parameter_order or draft.model), "the order of the model's tensors")
             add_optimizer(draft, optimizer, order)

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ourshard.runtime.wording import counted
+
 from ..safetensors_file import read_header
 from ..source import CheckpointError
 from .chunked import Chunk, ChunkedTensor
@@ -103,7 +105,7 @@ def _refuse_lost(folder: Path, ours: list[dict[str, Any]], joined: dict[str, Rea
     lost = sorted(set(range(world)) - {words["rank"] for words in ours})
     if lost:
         raise CheckpointError(
-            f"{folder} has no ourshard.json, and of the {world} shards that were written shard-{lost[0] + 1:05d} is "
+            f"{folder} has no ourshard.json, and of {counted(world, 'shard')} that it had shard-{lost[0] + 1:05d} is "
             "missing: the save did not finish, or files were lost. Take an older checkpoint."
         )
     for name, shape in ((name, shape) for words in ours for name, shape in words["shapes"].items()):
