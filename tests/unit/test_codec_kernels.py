@@ -78,12 +78,13 @@ def test_kernels_give_the_bits_of_the_reference(
     codec_torch.decode(codec, expected, expected_result, PARTS)
     assert same_bits(result.cpu(), expected_result)
 
-    for parts in (PARTS, 2 * PARTS, 8, 1):  # as many loads together as divide it
+    # As many loads together as divide the parts; where the factor is a power of two, multiplied and added at once.
+    for parts, factor in ((PARTS, 1 / 3), (2 * PARTS, 0.5), (8, 0.125), (8, 0.3), (1, 1.0)):
         several = message[: message.numel() // PARTS].repeat(parts)
         result = torch.full((values.numel() // PARTS,), torch.nan, dtype=dtype, device=device)
         total = torch.full_like(result, torch.nan, device="cpu")
-        codec_triton.decode_sum(codec, several, result, 1 / 3, parts)
-        codec_torch.decode_sum(codec, several.cpu(), total, 1 / 3, parts)
+        codec_triton.decode_sum(codec, several, result, factor, parts)
+        codec_torch.decode_sum(codec, several.cpu(), total, factor, parts)
         assert same_bits(result.cpu(), total)
 
 

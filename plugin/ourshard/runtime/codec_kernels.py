@@ -17,6 +17,18 @@ import triton.language as tl
 from ourshard.runtime.codec import NOISE_BITS, SCALE_SLACK, SMALLEST_SCALE
 from ourshard.runtime.codec_torch import PLACE_FACTOR
 
+
+def _bytes_in_floats(keep: int, turn: int) -> str:
+    """Return PTX that makes four float32s of four bytes b of one register: 2^23 + (b & keep ^ turn) each.
+
+    That takes an instruction for the four and one for each, where compilers take two or three for each.
+    """
+    lines = [f"and.b32 t, $4, {keep * 0x01010101:#x};"] * (keep != 0xFF)
+    lines += [f"xor.b32 t, {'$4' if keep == 0xFF else 't'}, {turn * 0x01010101:#x};"]
+    lines += [f"prmt.b32 ${place}, t, 0x4B000000, {0x7650 + place:#x};" for place in range(4)]
+    return "{ .reg .b32 t; " + " ".join(lines) + " }"
+
+
 INT8 = tl.constexpr(0)
 INT4 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
@@ -36,6 +48,17 @@ _BYTE_BITS = tl.constexpr(0x4B000080)
 _BYTE_ZERO = tl.constexpr(8388608.0 + 128.0)
 _NIBBLE_BITS = tl.constexpr(0x4B000008)
 _NIBBLE_ZERO = tl.constexpr(8388608.0 + 8.0)
+_BYTES = tl.constexpr(_bytes_in_floats(0xFF, 0x80))
+_LOW_NIBBLES = tl.constexpr(_bytes_in_floats(0x0F, 0x08))
+_HIGH_NIBBLES = tl.constexpr(_bytes_in_floats(0xF0, 0x80))
+# By way of float16, which holds every value of float8_e4m3fn.
+_FP8_VALUES = tl.constexpr("""{
+    .reg .b16 codes<2>, halves<4>; .reg .b32 pairs<2>;
+    mov.b32 {codes0, codes1}, $4;
+    cvt.rn.f16x2.e4m3x2 pairs0, codes0; cvt.rn.f16x2.e4m3x2 pairs1, codes1;
+    mov.b32 {halves0, halves1}, pairs0; mov.b32 {halves2, halves3}, pairs1;
+    cvt.f32.f16 $0, halves0; cvt.f32.f16 $1, halves1; cvt.f32.f16 $2, halves2; cvt.f32.f16 $3, halves3;
+}""")
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # sign, exponent and fraction of a float8_e4m3fn in a float32
 _FP8_FACTOR = tl.constexpr(2.0**120)  # 2^(127 - 7): the exponents' biases
 
@@ -97,6 +120,7 @@ def decode(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     part = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
@@ -106,10 +130,10 @@ def decode(
     mask, offsets, codes = _load_codes(body, rows, blocks, KIND, BLOCK)
     if KIND == INT4:
         places = rows.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK // 2)[None, :]
-        tl.store(target + places, _low(codes) * scales, mask=mask)
-        tl.store(target + places + BLOCK // 2, _high(codes) * (scales * 0.0625), mask=mask)
+        tl.store(target + places, _low(codes, PTX) * scales, mask=mask)
+        tl.store(target + places + BLOCK // 2, _high(codes, PTX) * (scales * 0.0625), mask=mask)
     else:
-        tl.store(target + offsets, _byte_values(codes, KIND) * scales, mask=mask)
+        tl.store(target + offsets, _byte_values(codes, KIND, PTX) * scales, mask=mask)
 
 
 @triton.jit
@@ -125,9 +149,15 @@ def decode_sum(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
+    PTX: tl.constexpr,
     TOGETHER: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Sum `parts` messages, a multiple of TOGETHER: of so many parts the loads are under way at once."""
+    """Sum `parts` messages, a multiple of TOGETHER: of so many parts the loads are under way at once.
+
+    EXACT: `factor` is a power of two. A code has 8 bits and a scale 16, so that products are exact then, and one
+    instruction that multiplies and adds gives the same bits.
+    """
     WIDTH: tl.constexpr = BLOCK // 2 if KIND == INT4 else BLOCK
     rows = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     columns = tl.arange(0, WIDTH)
@@ -142,14 +172,19 @@ def decode_sum(
             scales = _load_scales(body + code_nbytes, rows, blocks) * factor
             _, _, codes = _load_codes(body, rows, blocks, KIND, BLOCK)
             if KIND == INT4:
-                sums += _low(codes) * scales
-                high_sums += _high(codes) * (scales * 0.0625)
+                sums = _added(_low(codes, PTX), scales, sums, EXACT)
+                high_sums = _added(_high(codes, PTX), scales * 0.0625, high_sums, EXACT)
             else:
-                sums += _byte_values(codes, KIND) * scales
+                sums = _added(_byte_values(codes, KIND, PTX), scales, sums, EXACT)
             body += part_nbytes
     tl.store(out + places, sums, mask=mask)
     if KIND == INT4:
         tl.store(out + places + BLOCK // 2, high_sums, mask=mask)
+
+
+@triton.jit
+def _added(values, scales, sums, EXACT: tl.constexpr):
+    return tl.fma(values, scales, sums) if EXACT else sums + values * scales
 
 
 @triton.jit
@@ -248,25 +283,36 @@ def _fp8_cast_codes(ratios):
 
 
 @triton.jit
-def _byte_values(codes, KIND: tl.constexpr):
+def _byte_values(codes, KIND: tl.constexpr, PTX: tl.constexpr):
     """Return the float32 values of one-byte codes, before the scale.
 
     By integer operations: converting from 8 bits takes an instruction of a quarter of their rate or less.
     """
-    bits = codes.to(tl.int32)
     if KIND == INT8:
-        values = (bits ^ _BYTE_BITS).to(tl.float32, bitcast=True) - _BYTE_ZERO
+        bits = _four_at_once(codes, _BYTES) if PTX else codes.to(tl.int32) ^ _BYTE_BITS
+        values = bits.to(tl.float32, bitcast=True) - _BYTE_ZERO
+    elif PTX:
+        values = _four_at_once(codes, _FP8_VALUES).to(tl.float32, bitcast=True)
     else:
-        values = (((bits << 24) >> 4) & _FP8_BITS).to(tl.float32, bitcast=True) * _FP8_FACTOR
+        bits = ((codes.to(tl.int32) << 24) >> 4) & _FP8_BITS
+        values = bits.to(tl.float32, bitcast=True) * _FP8_FACTOR
     return values
 
 
 @triton.jit
-def _low(codes):
-    return ((codes.to(tl.int32) & 0xF) ^ _NIBBLE_BITS).to(tl.float32, bitcast=True) - _NIBBLE_ZERO
+def _low(codes, PTX: tl.constexpr):
+    bits = _four_at_once(codes, _LOW_NIBBLES) if PTX else (codes.to(tl.int32) & 0xF) ^ _NIBBLE_BITS
+    return bits.to(tl.float32, bitcast=True) - _NIBBLE_ZERO
 
 
 @triton.jit
-def _high(codes):
+def _high(codes, PTX: tl.constexpr):
     """Return 16 times the codes, which need not be shifted so."""
-    return ((codes.to(tl.int32) & 0xF0) ^ _BYTE_BITS).to(tl.float32, bitcast=True) - _BYTE_ZERO
+    bits = _four_at_once(codes, _HIGH_NIBBLES) if PTX else (codes.to(tl.int32) & 0xF0) ^ _BYTE_BITS
+    return bits.to(tl.float32, bitcast=True) - _BYTE_ZERO
+
+
+@triton.jit
+def _four_at_once(codes, PROGRAM: tl.constexpr):
+    """Return the bits of float32s that PTX makes of bytes, four of a register."""
+    return tl.inline_asm_elementwise(PROGRAM, "=r,=r,=r,=r,r", [codes], dtype=tl.int32, is_pure=True, pack=4)

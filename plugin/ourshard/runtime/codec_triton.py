@@ -19,7 +19,7 @@ WARPS = 4
 # A sum holds its totals beside what is loaded: fewer elements a thread, so that more threads fit on a processor.
 SUM_WARPS = 8
 TOGETHER = 8  # parts of a sum whose loads are under way at once, where that divides their number
-# From here on (Ada, Hopper) an NVIDIA device converts float32 to float8_e4m3fn.
+# From here on (Ada, Hopper) an NVIDIA device converts between float8_e4m3fn and other dtypes.
 FP8_CAPABILITY = (8, 9)
 _KINDS = {Codec.INT8: codec_kernels.INT8, Codec.INT4: codec_kernels.INT4, Codec.FP8: codec_kernels.FP8}
 
@@ -32,25 +32,37 @@ def encode(codec: BlockCodec, src: Tensor, out: Tensor, seed: int, parts: int) -
         "LIMIT": codec.limit,
         "INVERSE_LIMIT": 1.0 / codec.limit,
         "LARGEST_SCALE": codec.largest_scale,
-        "FP8_CAST": _fp8_cast(src) and not codec.stochastic,
+        "FP8_CAST": not codec.stochastic and _casts_fp8(src),
         "num_warps": WARPS,
     }
     _launch(codec, codec_kernels.encode, src, out, parts, signed_seed, **constants)
 
 
 def decode(codec: BlockCodec, src: Tensor, out: Tensor, parts: int) -> None:
-    _launch(codec, codec_kernels.decode, out, src, parts, num_warps=WARPS)
+    _launch(codec, codec_kernels.decode, out, src, parts, PTX=_takes_ptx(codec, out), num_warps=WARPS)
 
 
 def decode_sum(codec: BlockCodec, src: Tensor, out: Tensor, scale: float, parts: int) -> None:
-    together = math.gcd(parts, TOGETHER)
-    _launch(codec, codec_kernels.decode_sum, out, src, 1, float(scale), parts, TOGETHER=together, num_warps=SUM_WARPS)
+    constants = {
+        "TOGETHER": math.gcd(parts, TOGETHER),
+        "EXACT": math.frexp(scale)[0] == 0.5,  # a power of two
+        "PTX": _takes_ptx(codec, out),
+        "num_warps": SUM_WARPS,
+    }
+    _launch(codec, codec_kernels.decode_sum, out, src, 1, float(scale), parts, **constants)
 
 
-def _fp8_cast(tensor: Tensor) -> bool:
-    if not tensor.is_cuda or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(tensor.device) >= FP8_CAPABILITY
+def _takes_ptx(codec: BlockCodec, tensor: Tensor) -> bool:
+    """Say whether the device knows the instructions that the kernels have to decode messages of `codec`."""
+    return _casts_fp8(tensor) if codec.kind is Codec.FP8 else _is_nvidia(tensor)
+
+
+def _is_nvidia(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.version.hip is None
+
+
+def _casts_fp8(tensor: Tensor) -> bool:
+    return _is_nvidia(tensor) and torch.cuda.get_device_capability(tensor.device) >= FP8_CAPABILITY
 
 
 def _launch(
