@@ -278,6 +278,10 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard3-bf16": _ourshard(stage=3, reduce="bfloat16"),
     "ourshard3-nccl": _ourshard(stage=3, communication={"transport": "nccl"}),
     "ourshard1-nccl": _ourshard(stage=1, communication={"transport": "nccl"}),
+    "ourshard3-nccl-bf16": _ourshard(stage=3, reduce="bfloat16", communication={"transport": "nccl"}),
+    "ourshard3-nccl-keep": _ourshard(
+        stage=3, reduce="bfloat16", reshard_after_forward=False, communication={"transport": "nccl"}
+    ),
     "ourshard3-int8": _ourshard(stage=3, communication={"weights": "int8"}),
     "ourshard3-int8-int8": _ourshard(stage=3, communication={"weights": "int8", "gradients": "int8"}),
     "ourshard3-int8-int4": _ourshard(stage=3, communication={"weights": "int8", "gradients": "int4"}),
