@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -261,18 +261,22 @@ class Inputs:
             )
         return False
 
-    def follow(self, model: nn.Module) -> None:
-        """Go around the checkpoints of a Transformers model, which its modules call by an attribute.
+    def follow(self, models: Sequence[nn.Module]) -> None:
+        """Go around the checkpoints of Transformers models, which their modules call by an attribute.
 
         Raises:
-            ValueError: it has none; its code calls torch's checkpoint by itself.
+            ValueError: one has none; its code calls torch's checkpoint by itself.
         """
-        self._callers = [module for module in model.modules() if hasattr(module, _CALLED)]
-        if not self._callers:
-            raise ValueError(
-                f"offload.activations: {type(model).__name__} calls torch's checkpoint in its own code (the form of "
-                "transformers 4.34 and older), where its inputs can't be reached; use none, or a newer model file."
-            )
+        self._callers = []
+        for model in models:
+            callers = [module for module in model.modules() if hasattr(module, _CALLED)]
+            if not callers:
+                raise ValueError(
+                    f"offload.activations: {type(model).__name__} calls torch's checkpoint in its own code (the form "
+                    "of transformers 4.34 and older), where its inputs can't be reached; use none, or a newer model "
+                    "file."
+                )
+            self._callers += callers
         self._go_around()
 
     def _go_around(self) -> None:

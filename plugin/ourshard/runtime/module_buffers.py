@@ -77,10 +77,11 @@ _COUNTING = (_BatchNorm.forward, nn.SyncBatchNorm.forward)  # they add to `num_b
 
 def _versions(module: nn.Module, value: torch.Tensor) -> tuple[int, int]:
     counter = module._buffers.get("num_batches_tracked")
-    return _version(value), 0 if counter is None else _version(counter)
+    return version_of(value), 0 if counter is None else version_of(counter)
 
 
-def _version(value: torch.Tensor) -> int:
+def version_of(value: torch.Tensor) -> int:
+    """Return autograd's count of writes to a tensor; 0 for one of inference, which has none."""
     return 0 if value.is_inference() else value._version
 
 

@@ -7,34 +7,117 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from ourshard.runtime.inputs import Inputs
+from ourshard.runtime.module_buffers import version_of
 
 
 def recompute_in_backward(model: nn.Module, modules: list[nn.Module], inputs: Inputs | None) -> None:
     """Keep only the inputs of each unit in forward, on the host where `inputs` says so, and compute it again later.
 
-    A Transformers model does it itself, since it knows what else must change (no cache of keys and values). Of other
-    models the `modules` (those of the units) are wrapped. Raises `ValueError` where there is nothing to do it for.
+    A Transformers model does it itself, since it knows what else must change (no cache of keys and values), also where
+    it is a part of `model`. Others of the `modules` (those of the units) are wrapped. Raises `ValueError` where there
+    is nothing to do it for.
     """
-    if recomputes_itself(model):
-        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # its older name
-        enable: Any = getattr(model, f"{name}_checkpointing_enable")
-        enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
-        if inputs is not None:
-            inputs.follow(model)
-        return
-    if not modules:
+    own = _outermost(model, set(modules))
+    inside = {module for each in own for module in each.modules()}
+    rest = [module for module in modules if module not in inside]
+    if not own and not rest:
         raise ValueError("activation_checkpointing: the model has no units but the root; say in `wrap` what they are.")
+    for each in own:
+        name = "activation" if hasattr(each, "activation_checkpointing_enable") else "gradient"  # its older name
+        enable: Any = getattr(each, f"{name}_checkpointing_enable")
+        enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+    if inputs is not None and own:
+        inputs.follow(own)
     call = checkpoint if inputs is None else partial(inputs.around, checkpoint)
-    for module in modules:
-        module.forward = partial(checkpointed, call, module.forward)  # type: ignore[method-assign]
+    for module in rest:
+        module.forward = partial(_recomputed, call, module.forward, _saved_buffers(module))  # type: ignore[method-assign]
+
+
+def _outermost(module: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
+    """Return the models inside of `module`, or itself, that have checkpoints of their own, and are in no unit."""
+    if module in units:
+        return []
+    if recomputes_itself(module):
+        return [module]
+    found = (each for child in module.children() for each in _outermost(child, units))
+    return list(dict.fromkeys(found))
 
 
 def recomputes_itself(model: nn.Module) -> bool:
     """Say whether a model has checkpoints of its own, as those of Transformers have."""
     return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+_Buffers = list[tuple[nn.Module, str]]  # owners and names
+
+
+def _saved_buffers(unit: nn.Module) -> _Buffers:
+    return [
+        (module, name)
+        for module in unit.modules()
+        for name, value in module._buffers.items()
+        if value is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def _recomputed(call: Any, forward: Any, buffers: _Buffers, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the `forward` of a unit that has these persistent buffers through `call`, a checkpoint."""
+    if torch.is_grad_enabled():
+        _refuse_caches(forward, (*args, *kwargs.values()))
+        forward = _UpdatesOnce(forward, buffers) if buffers else forward
+    return checkpointed(call, forward, *args, **kwargs)
+
+
+def _refuse_caches(forward: Any, values: tuple[Any, ...]) -> None:
+    """Refuse a cache of keys and values (that of Transformers, by its methods), which would be filled twice."""
+    for value in values:
+        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+            name = type(getattr(forward, "__self__", forward)).__name__
+            raise ValueError(
+                f"activation_checkpointing: {name} is given a {type(value).__name__} in training, and would add to it "
+                "again when backward recomputes it. Call the model with use_cache=False, or set that in its config."
+            )
+
+
+class _UpdatesOnce:
+    """A forward that changes buffers, as the statistics of batch norms, when it runs first, and not when again."""
+
+    __slots__ = ("_buffers", "_changed", "_forward")
+
+    def __init__(self, forward: Any, buffers: _Buffers) -> None:
+        self._forward, self._buffers = forward, buffers
+        self._changed: _Buffers | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._changed is None:
+            before = [_look(*place) for place in self._buffers]
+            result = self._forward(*args, **kwargs)
+            self._changed = [place for place, seen in zip(self._buffers, before, strict=True) if _differs(place, seen)]
+            return result
+        found = ((*place, _look(*place)[0]) for place in self._changed)
+        kept = [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            for module, name, buffer, values in kept:
+                module._buffers[name] = buffer
+                buffer.data.copy_(values)  # the graph may have saved it: no new version
+
+
+def _look(module: nn.Module, name: str) -> tuple[torch.Tensor | None, int]:
+    """Return a buffer and its version."""
+    value = module._buffers.get(name)
+    return value, 0 if value is None else version_of(value)
+
+
+def _differs(place: tuple[nn.Module, str], seen: tuple[torch.Tensor | None, int]) -> bool:
+    """Say whether a buffer was replaced, written to, or is of a norm, whose kernels write unseen."""
+    value, version = _look(*place)
+    return value is not seen[0] or version != seen[1] or isinstance(place[0], _NormBase)
 
 
 class _Place:
