@@ -11,13 +11,13 @@ import logging
 from collections.abc import Iterator, MutableMapping
 
 import torch
-import xxhash
 
 from ourshard.runtime.coded_gradients import GradientCoder, Site
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.wording import counted
 
+from .portions import places_digest
 from .shard_writer import LocalBox
 from .source import EXTRA_PREFIX, Source, TensorKey
 from .staging import ToHost
@@ -79,7 +79,4 @@ def _residuals(engine: Engine) -> Iterator[tuple[TensorKey, torch.Tensor]]:
 
 def _name(lane: Lane, site: Site) -> str:
     """Return a name that no other lane, site or layout has."""
-    places = [(lane.name_of(position), tensor.offset) for position, tensor in enumerate(lane.layout.tensors)]
-    mesh = lane.unit.engine.mesh
-    sizes = [axis.size for axis in (mesh.shard, mesh.replicate, mesh.node)]
-    return f"{places[0][0]}.{site.value}.{xxhash.xxh3_64_hexdigest(repr((places, sizes)).encode())}"
+    return f"{lane.name_of(0)}.{site.value}.{places_digest(lane)}"

@@ -30,6 +30,7 @@ from .sink import Sink, SinkOptions
 from .source import Source, detect
 from .workspace import Workspace
 
+_LOCAL = "only the ranks and the layout that saved it can read it"
 MIN_BUDGET = 16 << 20
 _UNITS = {
     "": 1,
@@ -105,6 +106,8 @@ class Selection:
             source = view.with_ties(source, self.ties)
         if self.weights_only:
             source = view.without_training(source)
+        if (self.adapters_only or self.include or self.exclude or self.rename) and view.has_local(source):
+            source = view.without_optimizer(source, f"{_LOCAL}, with all parameters under the names they have there")
         if self.adapters_only:
             source = view.only_adapters(source)
         if self.include or self.exclude:
@@ -161,7 +164,7 @@ def convert(
     src, dst, workers = Path(src), Path(dst), _threads(workers)
     sink = writer(to)(options)
     began = time.monotonic()
-    with selection.open(src) as opened, selection.of(opened) as source:
+    with selection.open(src) as opened, _for_sink(selection.of(opened), sink) as source:
         _check_place(src, dst, overwrite=overwrite)
         report = _plan(source, src, dst, sink)
         if not dry_run:
@@ -188,6 +191,13 @@ def _start(progress: Progress | None, nbytes: int) -> Callable[[int], None] | No
         return None
     progress.start(nbytes)
     return progress.advance
+
+
+def _for_sink(source: Source, sink: Sink) -> Source:
+    """Leave out an optimizer of which the format can't hold all state, rather than write a part of it."""
+    if all(sink.can_hold(key.kind) for key in source.tensors if key.is_local):
+        return source
+    return view.without_optimizer(source, f"{_LOCAL}; its weights are all here")
 
 
 def parse_size(size: str | int) -> int:

@@ -5,6 +5,7 @@ A folder of ours:
     shard-00001-model-00001-of-00001.safetensors             parameters and buffers of rank 0, by name
     optimizer/exp_avg/shard-00001-model-00001-of-00001...    one folder for each state key, same names
     extra/ema/shard-...                                      kinds that are not the optimizer's
+    extra/local.absmax1/shard-...                            its state that one layout can read, by run and part
     ranks/rank-00000.json                                    what belongs to one rank alone (random states)
     config.json, tokenizer.json, ...                         carried along
 A piece is [name, start, stop, hash]: a run of elements (Note [Runs and boxes] in pieces.py). Where its bytes begin

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
 from ourshard.runtime.boxes import boxes_of
@@ -44,6 +45,11 @@ class Portion:
     offset: int  # of these elements in `stepped`, flattened
     resting: bool = False  # `stepped` is a handle, which no run stands for, as a parameter that is not trained
     owner: bool | None = None  # one rank steps it whole and has all of its state: this one or not; None: no such rank
+
+    @property
+    def flat(self) -> bool:
+        """Tell whether an optimizer steps these elements, and not the parameter: its state is of this rank."""
+        return not self.whole and not self.resting and self.owner is None
 
     @property
     def numel(self) -> int:
@@ -98,11 +104,8 @@ def portions_of(engine: Engine, disk: Disk | None = None) -> list[Portion]:
 
 
 def _of_lane(number: int, lane: Lane, disk: Disk) -> Iterator[Portion]:
-    mesh = lane.unit.engine.mesh
     runs = {position: run for run in lane.runs for position in run.positions}
-    holders = ranks_of(mesh.world if lane.placement.whole else mesh.replicate, mesh.world.rank)
-    # Those that hold the same share the work lane by lane.
-    its_turn = lane.divided or disk.turn(holders, number) == mesh.world.rank
+    its_turn = has_turn(lane, number, disk)
     for position, parameter in enumerate(lane.parameters):
         rows, granule = lane.rows(position), lane.layout.tensors[position].granule
         run = runs.get(position)
@@ -124,6 +127,21 @@ def _of_lane(number: int, lane: Lane, disk: Disk) -> Iterator[Portion]:
             resting=run is None and not lane.placement.whole,
             owner=run.owner == lane.spread.rank if run is not None and run.owner is not None else None,
         )
+
+
+def has_turn(lane: Lane, number: int, disk: Disk) -> bool:
+    """Say whether this rank saves what it holds of the `number`-th lane: ranks that hold the same take turns."""
+    mesh = lane.unit.engine.mesh
+    holders = ranks_of(mesh.world if lane.placement.whole else mesh.replicate, mesh.world.rank)
+    return lane.divided or disk.turn(holders, number) == mesh.world.rank
+
+
+def places_digest(lane: Lane) -> str:
+    """Return a hash of where the parameters of a lane lie, and of the mesh it is cut for."""
+    places = [(lane.name_of(position), tensor.offset) for position, tensor in enumerate(lane.layout.tensors)]
+    mesh = lane.unit.engine.mesh
+    sizes = [axis.size for axis in (mesh.shard, mesh.replicate, mesh.node)]
+    return xxhash.xxh3_64_hexdigest(repr((places, sizes)).encode())
 
 
 def ranks_of(axis: Axis, rank: int) -> list[int]:

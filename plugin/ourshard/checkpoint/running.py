@@ -1,9 +1,10 @@
 """Save and load a sharded model and its optimizers while they run: each rank its own rows, whatever the stage.
 
 Note [Ranks of a save]
-All ranks know the layout, so nothing is planned over the wire. There are three agreements, and an error of one rank is
-an error of all in each: the temporary folder is there; all ranks have written and flushed; rank 0 has renamed it. A
-load has two: what all ranks read of the folder fits and is undamaged, and then all ranks have read their rows.
+All ranks know the layout, so nothing is planned over the wire but one flag for each optimizer: Note [Local state].
+There are three agreements, and an error of one rank is an error of all in each: the temporary folder is there; all
+ranks have written and flushed; rank 0 has renamed it. A load has two: what all ranks read of the folder fits and is
+undamaged, and then all ranks have read their rows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .background import BACKGROUND
 from .coding import restore_coding, take_coding
 from .disks import Disk, Joined, find_disk, join_disks
 from .io import DISK, DiskIO
+from .local_state import all_keep_local, take_local
 from .manifest import carried
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
@@ -111,9 +113,12 @@ def write(
         except OSError as error:  # the checkpoint is there all the same
             logger.error("%s is complete, but clearing up after it failed: %s", final, error)
 
+    label = f"save: {'staging' if background else 'writing'} {final.name}"
     try:
-        with together(engine, f"save: {'staging' if background else 'writing'} {final.name}", _count(optimizer)):
-            boxes, found, staged = _take(engine, disk, _optimizers(optimizer), client_state or {}, copied=background)
+        local = all_keep_local([engine], _unwrapped(optimizer), label)
+        with together(engine, label):
+            given = dict(zip(_optimizers(optimizer), local, strict=True))
+            boxes, found, staged = _take(engine, disk, given, client_state or {}, copied=background)
             if not background:
                 writer.write(boxes)
         found = _with_state_of_others(engine, disk, _optimizers(optimizer), found)
@@ -172,16 +177,19 @@ def skips(engine: Engine) -> bool:
 
 
 def _take(
-    engine: Engine, disk: Disk, optimizers: list[Optimizer], client_state: Mapping[str, Any], *, copied: bool
+    engine: Engine, disk: Disk, local: Mapping[Optimizer, bool], client_state: Mapping[str, Any], *, copied: bool
 ) -> _Taken:
-    """Return what this rank writes, and rank 0's description; with `copied` nothing of it is training's any more."""
+    """Return what this rank writes, and rank 0's description; with `copied` nothing of it is training's any more.
+
+    `local`: the optimizers, each with whether its state is saved as it is: Note [Local state].
+    """
     portions, buffers = portions_of(engine, disk), buffers_of(engine)
 
     def take(to_host: ToHost) -> tuple[Boxes, dict[str, dict[str, Any]]]:
-        return _boxes(engine, disk, portions, buffers, optimizers, to_host=to_host)
+        return _boxes(engine, disk, portions, buffers, local, to_host=to_host)
 
     boxes, rest = BACKGROUND.staging.copy(engine.mesh.device, take) if copied else take(on_host)
-    found = _describe(engine, portions, buffers, optimizers, boxes)
+    found = _describe(engine, portions, buffers, list(local), boxes)
     found = dataclasses.replace(found, param_state=rest, client_state=client_state)
     if not copied:
         return _Taken(boxes, found, lambda: None)
@@ -211,10 +219,14 @@ def _model(engine: Engine) -> nn.Module:
 
 def _optimizers(given: Any) -> list[Optimizer]:
     """Return torch's optimizers, out of accelerate's wrappers, with their groups as the model now is."""
-    found: list[Optimizer] = [getattr(optimizer, "optimizer", optimizer) for optimizer in _several(given)]
+    found = _unwrapped(given)
     for optimizer in found:
         bring_up_to_date(optimizer)
     return found
+
+
+def _unwrapped(given: Any) -> list[Optimizer]:
+    return [getattr(optimizer, "optimizer", optimizer) for optimizer in _several(given)]
 
 
 def _several(given: Any) -> Sequence[Any]:
@@ -231,7 +243,7 @@ def _boxes(
     disk: Disk,
     portions: Sequence[Portion],
     buffers: Sequence[Buffer],
-    optimizers: Sequence[Optimizer],
+    local: Mapping[Optimizer, bool],
     *,
     to_host: ToHost,
 ) -> tuple[Boxes, dict[str, dict[str, Any]]]:
@@ -241,11 +253,13 @@ def _boxes(
     for buffer in buffers if lead else ():
         tensor = to_host(buffer.tensor)
         boxes[TensorKey(BUFFER, buffer.name)] = [LocalBox(tuple(tensor.shape), tensor)]
-    if optimizers:
+    if local:
         take_coding(engine, boxes, to_host, lead)
     rest: dict[str, dict[str, Any]] = {}
-    for optimizer in optimizers:
-        rest.update(stepping.take_state(optimizer, portions, lead, boxes, to_host))
+    for optimizer, is_local in local.items():
+        rest.update(stepping.take_state(optimizer, portions, lead, boxes, to_host, local=is_local))
+        if is_local:
+            take_local(engine, optimizer, boxes, to_host, disk)
     return boxes, rest
 
 
@@ -311,7 +325,7 @@ def load(
             optimizers = _optimizers(optimizer)
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
-            saved = SavedState.of(source, _match(source, portions))
+            saved = SavedState.of(source, _match(source, portions), engine)
             if source.description.is_adapter_alone:  # the base stays as the script has loaded it
                 portions = [each for each in portions if each.trained or each.name in saved.names]
                 buffers = [each for each in buffers if _buffer_key(source, each) is not None]
@@ -322,7 +336,7 @@ def load(
                 source, portions, buffers, concerned, saved, extra=with_extra_state(_model(engine)), strict=strict
             )
             if joined is not None:
-                _refuse_elsewhere(source, portions, buffers, saved)
+                _refuse_elsewhere(source, portions, buffers, concerned, saved)
             world = engine.mesh.world
             _refuse_damage(source, slice(world.rank, None, world.size) if joined is None else joined.share)
         with together(engine, f"load: reading {name}"):
@@ -416,7 +430,11 @@ def _refuse_misfits(
 
 
 def _refuse_elsewhere(
-    source: Source, portions: Sequence[Portion], buffers: Sequence[Buffer], saved: SavedState
+    source: Source,
+    portions: Sequence[Portion],
+    buffers: Sequence[Buffer],
+    optimizers: Sequence[Optimizer],
+    saved: SavedState,
 ) -> None:
     """Refuse rows that this rank needs and that lie on another node's disk."""
     assert isinstance(source, ShardedSource)
@@ -427,6 +445,8 @@ def _refuse_elsewhere(
         for info in saved.tensors(portion.name).values() if portion.owner is not False else ():
             if stepping.is_elementwise(info, portion):
                 lost += source.elsewhere(info.key, *((0, info.numel) if portion.owner else run))
+    for info in saved.local.of_rank(optimizers):
+        lost += source.elsewhere(info.key, 0, info.numel)
     for buffer in buffers:
         key = _buffer_key(source, buffer)
         lost += source.elsewhere(key, 0, source.tensors[key].numel) if key is not None else []

@@ -263,6 +263,8 @@ def _whose(manifest: Manifest) -> str:
 
 
 def _oddities(manifest: Manifest) -> Iterator[str]:
+    if any(key.is_local for key in manifest.tensors):
+        yield "the optimizer's state loads in the layout that saved it alone: on as many ranks, at the same stage"
     absent = _absent_ranks(manifest)
     if absent:
         yield f"the files of ranks {absent} of {manifest.description.world_size} are not in this folder"

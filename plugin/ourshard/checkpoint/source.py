@@ -38,6 +38,8 @@ PARAM = "param"
 BUFFER = "buffer"
 ADAPTER_ALONE = "the adapter alone: weights of the base model are not in this checkpoint"  # an oddity
 EXTRA_PREFIX = "extra."  # kinds beside the optimizer's state, such as "extra.ema"; formats of others hold none
+LOCAL_PREFIX = "extra.local."  # state of the optimizer that one layout can read: Note [Local state] in local_state.py
+OURS = "ourshard"  # the only key of a Trainer's `optimizer.pt` with such state: no torch optimizer takes it by mistake
 
 
 class CheckpointError(ValueError):
@@ -64,6 +66,11 @@ class TensorKey(NamedTuple):
     def is_state(self) -> bool:
         """Tell whether this is state of the optimizer."""
         return self.kind not in (PARAM, BUFFER) and not self.kind.startswith(EXTRA_PREFIX)
+
+    @property
+    def is_local(self) -> bool:
+        """Tell whether this is state of the optimizer that no other layout can read."""
+        return self.kind.startswith(LOCAL_PREFIX)
 
     def __str__(self) -> str:
         return self.name if self.kind == PARAM else f"{self.name} ({self.kind})"

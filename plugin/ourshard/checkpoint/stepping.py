@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.optim import has_owners, put_away
 from ourshard.runtime.run import Run
-from ourshard.runtime.states import problem_of_parts
+from ourshard.runtime.states import is_of_elements, problem_of_nested
 
+from .local_state import SavedLocal
 from .portions import Portion
 from .shard_writer import LocalBox
 from .source import BUFFER, EXTRA_PREFIX, PARAM, Source, TensorInfo, TensorKey
@@ -50,13 +51,20 @@ def describe_groups(optimizer: Optimizer, portions: Sequence[Portion]) -> list[d
 
 
 def take_state(
-    optimizer: Optimizer, portions: Sequence[Portion], lead: bool, boxes: Boxes, to_host: ToHost
+    optimizer: Optimizer,
+    portions: Sequence[Portion],
+    lead: bool,
+    boxes: Boxes,
+    to_host: ToHost,
+    *,
+    local: bool = False,
 ) -> dict[str, State]:
     """Add this rank's elements of each state tensor to `boxes`; return by name what is neither element nor scalar.
 
     Scalars, and the rest, are the same on all ranks, since a parameter without elements here is stepped beside others:
-    the rank that has the `lead` gives them. What an owner steps whole, it gives alone.
-    Raises ValueError for a tensor that has one value neither for each element nor for the whole parameter.
+    the rank that has the `lead` gives them. What an owner steps whole, it gives alone. With `local`, tensors of flat
+    parts are left to `take_local`: Note [Local state].
+    Raises ValueError for tensors in a list or dict that are neither of one value an element nor of the whole parameter.
     """
     rest: dict[str, State] = {}
     places = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -64,10 +72,9 @@ def take_state(
         state = optimizer.state.get(portion.stepped) if id(portion.stepped) in places else None
         gives = lead if portion.owner is None else portion.writes
         for key, value in (state or {}).items():
-            if not isinstance(key, str):
-                raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}; a checkpoint needs text")
-            if key in (PARAM, BUFFER) or key.startswith(EXTRA_PREFIX):
-                raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}, which a checkpoint uses")
+            _refuse_key(optimizer, key)
+            if local and portion.flat and isinstance(value, torch.Tensor) and value.dim():
+                continue
             if portion.owner is not None and isinstance(value, torch.Tensor) and value.shape == portion.shape:
                 if gives:
                     whole = to_host(value.detach().contiguous())
@@ -80,10 +87,23 @@ def take_state(
                 if gives:
                     boxes[TensorKey(key, portion.name)] = [LocalBox((), value.detach().cpu().clone())]
             else:
-                _refuse_parts(optimizer, key, value, portion)
+                _refuse_nested(optimizer, key, value, portion)
                 if gives:
                     rest.setdefault(portion.name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
     return rest
+
+
+def _refuse_key(optimizer: Optimizer, key: Any) -> None:
+    if not isinstance(key, str):
+        raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}; a checkpoint needs text")
+    if key in (PARAM, BUFFER) or key.startswith(EXTRA_PREFIX):
+        raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}, which a checkpoint uses")
+
+
+def _refuse_nested(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
+    problem = problem_of_nested(optimizer, key, value, portion.name) if portion.flat else None
+    if problem is not None:
+        raise ValueError(problem)
 
 
 def join_rest(found: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, State]:
@@ -102,13 +122,6 @@ def _is_elementwise(value: Any, portion: Portion) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) in shapes and value.dim() > 0
 
 
-def _refuse_parts(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
-    if not portion.whole and not portion.resting and portion.owner is None:
-        problem = problem_of_parts(optimizer, key, value, portion.name)
-        if problem is not None:
-            raise ValueError(problem)
-
-
 # ---- loading -----------------------------------------------------------------------------------------------
 
 
@@ -119,15 +132,16 @@ class SavedState:
     source: Source
     names: Mapping[str, str]
     infos: Mapping[str, Mapping[str, TensorInfo]]  # name there -> state key -> tensor
+    local: SavedLocal
 
     @classmethod
-    def of(cls, source: Source, names: Mapping[str, str]) -> SavedState:
+    def of(cls, source: Source, names: Mapping[str, str], engine: Engine) -> SavedState:
         """Sort the state tensors of `source` by parameter."""
         infos: dict[str, dict[str, TensorInfo]] = {}
         for key, info in source.tensors.items():
             if key.is_state:
                 infos.setdefault(key.name, {})[key.kind] = info
-        return cls(source, names, infos)
+        return cls(source, names, infos, SavedLocal.of(source, engine))
 
     def tensors(self, name: str) -> Mapping[str, TensorInfo]:
         """Return the state tensors of a parameter of the model, which may be new."""
@@ -185,6 +199,20 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
         for info in saved.tensors(portion.name).values() if portion.name in stepped else ():
             if info.shape not in (portion.shape, ()):
                 yield f"{info.key} has shape {info.shape}, its parameter {portion.shape}"
+    yield from cut_misfits(optimizers, [portion for portion in portions if portion.name in stepped], saved)
+    yield from saved.local.misfits(optimizers)
+
+
+def cut_misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved: SavedState) -> Iterator[str]:
+    """Yield what was saved of parameters that were stepped whole, and can't be cut for ranks that step rows of them."""
+    owners = any(has_owners(optimizer) for optimizer in optimizers)
+    for portion in portions:
+        for key, value in saved.rest(portion.name).items() if portion.flat or (portion.resting and not owners) else ():
+            if is_of_elements(value):
+                yield (
+                    f"{key!r} of {portion.name} was saved of the whole parameter, in a layout of the optimizer's own, "
+                    "and here ranks step rows of it; use the stage, persist_below and optimizer of the save"
+                )
 
 
 def other_kinds(optimizers: Sequence[Optimizer], known: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -202,12 +230,15 @@ def other_kinds(optimizers: Sequence[Optimizer], known: Sequence[Mapping[str, An
 def split_uneven(
     engine: Engine, optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved: SavedState
 ) -> None:
-    """Step parameters one by one where their saved step counts differ, or some have no state."""
+    """Step parameters one by one where their saved step counts differ, some have no state, or it was saved apart."""
     shared = {portion.name: saved.shared(portion) for portion in portions}
     for lane in engine.lanes():
         for run in list(lane.runs):
-            if run.optimizer() in optimizers and len({shared[name] for name in _names_of(run)}) > 1:
+            optimizer = run.optimizer()
+            if optimizer is not None and optimizer in optimizers and len({shared[name] for name in _names_of(run)}) > 1:
+                optimizer.state.pop(run.parameter, None)  # which is about to be replaced, and may be none that is cut
                 run._split()
+    saved.local.split(optimizers)
 
 
 def _names_of(run: Run) -> list[str]:
@@ -232,6 +263,7 @@ def restore(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
                 put_away(optimizer, stepped)
             else:
                 optimizer.state.pop(stepped, None)
+    saved.local.restore(optimizers)
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

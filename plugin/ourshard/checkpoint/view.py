@@ -100,6 +100,18 @@ def without_training(source: Source) -> View:
     return View(source, kept, description)
 
 
+def has_local(source: Source) -> bool:
+    """Tell whether there is state of an optimizer that only the layout of the save can read."""
+    return any(key.is_local for key in source.tensors)
+
+
+def without_optimizer(source: Source, why: str) -> View:
+    """Return all but the optimizer's state and groups; `why` is noted as a loss."""
+    kept = {key: key for key in source.tensors if not key.is_state and not key.is_local}
+    losses = (*source.description.losses, f"the optimizer's state: {why}")
+    return View(source, kept, replace(source.description, param_groups=(), param_state={}, losses=losses))
+
+
 def only_adapters(source: Source) -> Source:
     """Return the adapter's parameters with their state: those with PEFT's names, else those that are not frozen."""
     names = {key.name for key in source.tensors if key.kind == PARAM}

@@ -2,7 +2,9 @@
 
 Shape of what is saved: `{"state": {"0/name": {"exp_avg": whole tensor, "step": ...}}, "param_groups": [{..., "params":
 ["0/name", ...]}]}`; the number before the name is the model's, in the order of `prepare`. Where one rank steps a
-parameter whole (Note [Owners] in runtime/owners.py), its state is sent by that rank as it is, of whatever shape.
+parameter whole (Note [Owners] in runtime/owners.py), its state is sent by that rank as it is, of whatever shape. What
+only this layout can read (Note [Local state] in checkpoint/local_state.py) is beside "state", under "local":
+`{"0/name of a run and of a rank's part": {"absmax": that rank's tensor, ...}}`.
 """
 
 from __future__ import annotations
@@ -15,15 +17,19 @@ import torch
 from torch.optim import Optimizer
 
 from ourshard.checkpoint.coding import begin_anew
+from ourshard.checkpoint.local_state import all_keep_local, split_local
 from ourshard.checkpoint.stepping import other_kinds
+from ourshard.integrations import whole_local
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import has_owners, put_away
 from ourshard.runtime.run import Run
-from ourshard.runtime.states import problem_of_parts
+from ourshard.runtime.states import is_of_elements, problem_of_nested
 from ourshard.runtime.wording import shorten
 
 State = dict[str, Any]
+
+LOCAL = "local"
 
 
 class _Piece(NamedTuple):
@@ -39,6 +45,11 @@ class _Piece(NamedTuple):
     def owner(self) -> int | None:
         """Return the rank of the shard axis that steps it whole, and has all of its state; None without one."""
         return self.run.owner if self.run is not None else None
+
+    @property
+    def flat(self) -> bool:
+        """Tell whether rows of it are stepped, and not the parameter: the state is of this rank."""
+        return self.run is not None and self.run.owner is None
 
     @property
     def rests(self) -> bool:
@@ -66,12 +77,13 @@ class _AtOwner(NamedTuple):
 def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -> dict[str, Any]:
     """Return the whole state. Collective; a rank that does not `keep` it takes part and returns an empty one.
 
-    One state tensor of one lane is whole at a time on a device. Raises ValueError for state that is neither one value
-    an element nor one of the whole parameter.
+    One state tensor of one lane, or of one rank's run, is on a device at a time. Raises ValueError for tensors in a
+    list or dict that are neither of one value an element nor of the whole parameter.
     """
     pieces = list(_pieces(optimizer, engines))
-    mine = {piece.key: _scalars(optimizer, piece) for piece in pieces if _state(optimizer, piece)}
-    _refuse_parts(optimizer, pieces, mine, engines)
+    (local,) = all_keep_local(engines, [optimizer], "saving the optimizer whole")
+    mine = {piece.key: _scalars(optimizer, piece, local=local) for piece in pieces if _state(optimizer, piece)}
+    _refuse_nested(optimizer, pieces, mine, engines)
     told = _exchange(engines, (mine, [(piece.key, piece.group) for piece in pieces]))
     state: dict[str, State] = {}
     groups: list[dict[str, None]] = [{} for _ in optimizer.param_groups]
@@ -84,20 +96,22 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
         for lane in engine.lanes():
             _gather_lane(optimizer, number, lane, [p for p in pieces if p.lane is lane], state, keep=keep)
     _gather_owned(optimizer, {piece.key: piece for piece in pieces if piece.owner is not None}, state, keep=keep)
+    beside = {LOCAL: whole_local.gather(optimizer, engines, keep=keep)} if local else {}
     if not keep:
         return {"state": {}, "param_groups": []}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return {"state": state, "param_groups": [{**s, "params": list(g)} for s, g in zip(settings, groups, strict=True)]}
+    param_groups = [{**s, "params": list(g)} for s, g in zip(settings, groups, strict=True)]
+    return {"state": state, "param_groups": param_groups, **beside}
 
 
-def _refuse_parts(
+def _refuse_nested(
     optimizer: Optimizer, pieces: Sequence[_Piece], mine: dict[str, State], engines: Sequence[Engine]
 ) -> None:
-    """Raise ValueError on all ranks for state of one rank's rows alone that can't be cut anew."""
+    """Raise ValueError on all ranks for tensors of one rank's rows that are in a list or dict."""
     problems = [
-        problem_of_parts(optimizer, key, value, piece.lane.name_of(piece.position))
+        problem_of_nested(optimizer, key, value, piece.lane.name_of(piece.position))
         for piece in pieces
-        if piece.run is not None and piece.owner is None
+        if piece.flat
         for key, value in mine.get(piece.key, {}).items()
     ]
     for engine in engines[:1]:
@@ -140,8 +154,11 @@ def _is_elementwise(value: Any, piece: _Piece) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) in shapes and value.dim() > 0
 
 
-def _scalars(optimizer: Optimizer, piece: _Piece) -> State:
-    """Return what the state holds beside one value an element; the names of the latter with their dtype."""
+def _scalars(optimizer: Optimizer, piece: _Piece, *, local: bool) -> State:
+    """Return what the state holds beside one value an element; the names of the latter with their dtype.
+
+    `local`: tensors of flat parts are left to `whole_local`.
+    """
     if piece.owner is not None:
         return {
             k: _AtOwner(tuple(v.shape), v.dtype) if _is_whole(v) else v for k, v in _state(optimizer, piece).items()
@@ -149,6 +166,7 @@ def _scalars(optimizer: Optimizer, piece: _Piece) -> State:
     return {
         key: value.dtype if _is_elementwise(value, piece) else value.cpu() if isinstance(value, torch.Tensor) else value
         for key, value in _state(optimizer, piece).items()
+        if not (local and piece.flat and isinstance(value, torch.Tensor) and value.dim())
     }
 
 
@@ -219,9 +237,13 @@ def load(optimizer: Optimizer, engines: Sequence[Engine], path: Path) -> None:
 def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, Any], path: Path) -> None:
     """Take over a state in the form that `gather` returns, which was read from `path`; raises as `load` does."""
     _check_groups(optimizer, engines, saved["param_groups"], path)
+    local = saved.get(LOCAL, {})
+    _refuse_other_layout(optimizer, engines, saved["state"], local, path)
     for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
     _split_uneven(optimizer, engines, saved["state"])
+    for number, engine in enumerate(engines):
+        split_local(engine, optimizer, whole_local.of_engine(local, number))
     runs: dict[int, list[_Piece]] = {}
     for piece in _pieces(optimizer, engines):
         runs.setdefault(id(_stepped(piece)), []).append(piece)
@@ -238,6 +260,7 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
             on_device = bool(group.get("fused") or group.get("capturable"))
             optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], on_device)
             put_away(optimizer, _stepped(pieces[0]))
+    whole_local.restore(optimizer, engines, local)
     for engine in engines:
         begin_anew(engine, "a whole checkpoint has none; checkpoint.format: sharded keeps them")
 
@@ -264,12 +287,31 @@ def _check_groups(optimizer: Optimizer, engines: Sequence[Engine], saved: list[d
         raise ValueError(f"load_state: nothing of {path} was loaded: {problem}")
 
 
+def _refuse_other_layout(
+    optimizer: Optimizer, engines: Sequence[Engine], state: dict[str, State], local: dict[str, State], path: Path
+) -> None:
+    """Refuse what was saved in a layout of the optimizer's own, where rows are stepped in another."""
+    problems = list(whole_local.misfits(optimizer, engines, local))
+    owners = has_owners(optimizer)
+    problems += [
+        f"{name!r} of {piece.key} is of the whole parameter, in a layout of the optimizer's own, and here ranks step "
+        "rows of it"
+        for piece in _pieces(optimizer, engines)
+        if piece.flat or (piece.rests and not owners)
+        for name, value in state.get(piece.key, {}).items()
+        if not _has_an_element_each(name, value, piece) and is_of_elements(value)
+    ]
+    if problems:
+        raise ValueError(f"load_state: nothing of {path} was loaded: {problems[0]}.")
+
+
 def _split_uneven(optimizer: Optimizer, engines: Sequence[Engine], state: dict[str, State]) -> None:
     """Step parameters one by one where their saved scalars (step counts) differ, or some have no state."""
     for engine in engines:
         for lane in engine.lanes():
             for run in list(lane.runs):
                 if run.optimizer() is optimizer and len({_shared(state, p) for p in _of_run(engines, run)}) > 1:
+                    optimizer.state.pop(run.parameter, None)  # which is about to be replaced
                     run._split()
 
 

@@ -3,6 +3,9 @@
 torch numbers parameters in the order in which the optimizer was given them. A run's optimizer no longer knows that
 order; the Trainer, and most code, gives the parameters of a group in the order of `named_parameters`, and so do we.
 The names are written beside the numbers (`param_names`, torch's own key for them), and count where they are there.
+
+State that only our layout can read (Note [Local state] in checkpoint/local_state.py) has no such form: the file then
+holds what `gather` returned under one key, `ourshard`, and no torch optimizer takes it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ourshard.checkpoint.source import OURS
 from ourshard.integrations import optimizer_state
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.wording import counted
@@ -24,6 +28,8 @@ NAMES = "param_names"
 
 def to_plain(whole: dict[str, Any], model: nn.Module, engines: Sequence[Engine]) -> dict[str, Any]:
     """Return what `optimizer_state.gather` returned as torch's `state_dict` of an optimizer that is not sharded."""
+    if optimizer_state.LOCAL in whole:
+        return {OURS: whole}
     ranks = {key: rank for rank, key in enumerate(_keys(model, engines))}
     numbers: dict[str, int] = {}
     groups = []
@@ -48,6 +54,8 @@ def from_plain(
     Raises:
         ValueError: the state has no names, and its groups are not as long as this optimizer's.
     """
+    if OURS in saved:
+        return saved[OURS]  # type: ignore[no-any-return]
     groups: list[dict[str, Any]] = []
     keys: dict[int, str] = {}
     mine = optimizer_state.keys_by_group(optimizer, engines)

@@ -30,6 +30,7 @@ from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
 from ourshard.runtime.probe import TRIALS, can_step_in_turns, needs_whole, steps_each_alone
 from ourshard.runtime.run import Run
 from ourshard.runtime.shown import take_own, take_writes
+from ourshard.runtime.states import refuse_to_cut
 
 
 class _Adopted:
@@ -211,10 +212,13 @@ def _move_state(optimizer: Optimizer, run: Run, states: dict[int, Any]) -> None:
     lane, rows = run.lane, run.lane.rows(position)
     shape = lane.parameters[position].shape
     granule = lane.layout.tensors[position].granule
+    why = f"it stepped {lane.name_of(position)} before it was sharded: prepare the optimizer before its first step"
 
     def cut(key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.shape == run.parameter.shape and value.shape != shape:
             return value.to(run.parameter.device)  # what a load has left for a parameter that was not trained
+        if getattr(value, "shape", None) != shape:
+            refuse_to_cut(optimizer, key, value, run.numel, why=why)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape) or key == "step":
             return value
         if not rows.rows:

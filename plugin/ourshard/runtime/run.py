@@ -8,7 +8,8 @@ run beside them, so that all ranks see the same gradients come and go; where a r
 lane, its run is one element that stays zero (an empty tensor breaks some optimizers). The group dicts keep their
 identity, so schedulers and users who hold them see no change. A run is one tensor as long as all of its parameters
 have gradients in the same steps; when they differ (a branch that a step does not use) it is split, with its state, so
-that the optimizer skips exactly the parameters that it would skip in one process.
+that the optimizer skips exactly the parameters that it would skip in one process. State with a layout of the
+optimizer's own, as scales of blocks, can't be cut: such a step is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from ourshard.runtime.states import refuse_to_cut
+from ourshard.runtime.wording import shorten
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
@@ -61,6 +65,11 @@ class Run:
         self.uneven = False  # gradients of some parameters were dropped since `hand_out`
         self.group = group
         self.optimizer = weakref.ref(optimizer)
+
+    @property
+    def numel(self) -> int:
+        """Count the elements of the tensor that is stepped: one where this rank has no rows."""
+        return max(1, self.stop - self.start)
 
     def hand_out(self) -> None:
         """Set the run's gradient from the lane's; split where some parameters have one and others do not."""
@@ -113,6 +122,7 @@ class Run:
         optimizer = self.optimizer()
         assert optimizer is not None
         self.lane.await_step()
+        self._refuse_to_cut(optimizer)
         parts = [Run(self.lane, [position], optimizer, self.group) for position in self.positions]
         place = _index_of(self.group["params"], self.parameter)
         self.group["params"][place : place + 1] = [part.parameter for part in parts]
@@ -127,6 +137,15 @@ class Run:
             if gradient is not None and self.lane.valid[part.positions[0]]:
                 part.parameter.grad = part._rows_of(gradient)
             part.hand_out()
+
+    def _refuse_to_cut(self, optimizer: Optimizer) -> None:
+        names = shorten(self.lane.name_of(position) for position in self.positions)
+        why = (
+            f"{names} were stepped as one tensor and have gradients in different steps now: give each of them one in "
+            "every step, or freeze those without before the first"
+        )
+        for key, value in optimizer.state.get(self.parameter, {}).items():
+            refuse_to_cut(optimizer, key, value, self.numel, why=why)
 
     def _cut(self, value: Any, part: Run) -> Any:
         if isinstance(value, torch.Tensor) and value.shape == self.parameter.shape and value.dim():

@@ -29,21 +29,44 @@ def states_of(optimizer: Optimizer, run: Run) -> Iterator[tuple[Column, torch.Te
             yield Column(name, value.dtype), value
 
 
-def problem_of_parts(optimizer: Optimizer, key: Any, value: Any, name: str) -> str | None:
-    """Return why a state of a flat part, of which each rank has one, is not the parameter's; None if it is.
+def is_laid_out(value: Any, numel: int) -> bool:
+    """Say whether state of `numel` flat elements has a meaning with others alone: scales of blocks, codes, tables.
 
-    `value`: what has not one value an element; it may be a number of the whole parameter, which all ranks have alike.
+    That is what has neither one value for each element nor one for all; and one byte for each, which is a code.
     """
-    what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"in a {type(value).__name__}"
-    if isinstance(value, torch.Tensor) and value.numel() < 2:
-        return None
-    if not isinstance(value, torch.Tensor) and not any(tensor.dim() for tensor in _tensors_in(value)):
+    if not isinstance(value, torch.Tensor) or value.numel() < 2:
+        return False
+    return tuple(value.shape) != (numel,) or (value.dtype.itemsize == 1 and value.dtype != torch.bool)
+
+
+def problem_of_nested(optimizer: Optimizer, key: Any, value: Any, name: str) -> str | None:
+    """Return why state of a flat part, of which each rank has one, can't be saved: it is in a list or dict; else None.
+
+    A number of the whole parameter, which all ranks have alike, may be in one.
+    """
+    if isinstance(value, torch.Tensor) or not is_of_elements(value):
         return None
     return (
-        f"{type(optimizer).__name__} keeps {key!r} {what} for a flat part of {name!r}: that belongs to this rank's "
-        "rows alone and can't be saved by name. Use an optimizer whose state has one value an element, or save the "
-        "weights alone."
+        f"{type(optimizer).__name__} keeps {key!r} in a {type(value).__name__} for a flat part of {name!r}: that "
+        "belongs to this rank's rows alone and can't be saved by name. Use an optimizer that keeps its tensors in the "
+        "state itself, or save the weights alone."
     )
+
+
+def refuse_to_cut(optimizer: Optimizer, key: Any, value: Any, numel: int, *, why: str) -> None:
+    """Raise ValueError if state of `numel` flat elements can't be cut where they are. `why` they are, with names."""
+    nested = not isinstance(value, torch.Tensor) and is_of_elements(value)
+    if nested or is_laid_out(value, numel):
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"{kind} keeps {key!r} in a layout of its own, which can't be cut, but {why}. Or let one rank step each "
+            f"parameter whole: set `{kind}.elementwise = False` before `prepare`."
+        )
+
+
+def is_of_elements(value: Any) -> bool:
+    """Say whether there is a tensor of more than one value in what an optimizer keeps."""
+    return any(tensor.numel() > 1 for tensor in _tensors_in(value))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..huggingface import tie_by_config
 from ..numbered import Models, numbered, of_model
-from ..source import ADAPTER_ALONE, CheckpointError
+from ..source import ADAPTER_ALONE, OURS, CheckpointError
 from .adapters import with_adapter_name
 from .draft import Draft, ForeignSource
 from .fsdp_files import optimizer_of
@@ -82,9 +82,18 @@ class DdpSource(ForeignSource):
             known = list(orders(path, list(draft.model), parameter_order))
             if weights.in_model_order and parameter_order is None:
                 known.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
-            name_integer_keys(draft, optimizer_of(TorchFile(optimizer)), known)
+            file = TorchFile(optimizer)
+            if _is_of_one_layout(file.load()):
+                draft.losses.append("the optimizer's state: only the ranks and the layout that saved it can read it")
+            else:
+                name_integer_keys(draft, optimizer_of(file), known)
         draft.losses += _of_no_model(path, self.models_in(path))
         self.publish(draft)
+
+
+def _is_of_one_layout(content: Any) -> bool:
+    """Tell whether a Trainer under ourshard wrote it: Note [Local state] in local_state.py."""
+    return isinstance(content, dict) and content.keys() == {OURS}
 
 
 def _optimizer_path(folder: Path, model: int) -> Path | None:

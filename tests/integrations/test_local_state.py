@@ -1,0 +1,274 @@
+"""State of optimizers that only the layout it was made in can read, as that of 8 bits: saved, resumed, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.integrations.eight_bits import EightBits
+from tests.integrations.test_saving import FULL
+
+pytestmark = pytest.mark.ranks
+
+SHARD: dict[str, Any] = {"stage": 3, "persist_below": 100}
+ASYNCHRONOUS: dict[str, Any] = {"checkpoint": {"asynchronous": True}}
+
+
+class Three(nn.Module):
+    """Matrices that share blocks of a run, vectors that stay whole, and a branch that a step may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.side, self.last = nn.Linear(13, 71), nn.Linear(71, 71), nn.Linear(71, 13)
+
+    def forward(self, rows: torch.Tensor, side: bool = True) -> torch.Tensor:
+        rows = torch.tanh(self.first(rows))
+        return self.last(rows + self.side(rows) if side else rows)
+
+
+def made(config: dict[str, Any], kind: Any = EightBits, **changes: Any) -> Any:
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    torch.set_num_threads(1)
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin({**SHARD, **config}))
+    model = Three()
+    model.side.requires_grad_(changes.get("trained", True))
+    return accelerator, *accelerator.prepare(model, kind(model.parameters(), lr=0.05))
+
+
+def steps(model: Any, optimizer: Any, which: range, side: bool = True) -> list[float]:
+    """Train on the same examples on any number of ranks; return the losses of all of them."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    losses = []
+    for step in which:
+        rows = torch.randn(8, 13, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        loss = (model(rows, side) - rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told = loss.detach().clone()
+        if world > 1:
+            dist.all_reduce(told)
+        losses.append(told.item() / world)
+    return losses
+
+
+def goes_on(root: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Save after two steps and go on; load that where other steps were made, and go on."""
+    import ourshard
+
+    accelerator, model, optimizer = made(config)
+    steps(model, optimizer, range(2))
+    accelerator.save_state(root)
+    kept = {key for state in optimizer.optimizer.state.values() for key in state}
+    wanted = steps(model, optimizer, range(2, 5)), ourshard.full_state_dict(model)
+    accelerator.free_memory()
+    accelerator, model, optimizer = made(config)
+    steps(model, optimizer, range(7, 9))
+    accelerator.load_state(root)
+    return {"kept": kept, "wanted": wanted, "found": (steps(model, optimizer, range(2, 5)), whole(model))}
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    import ourshard
+
+    return ourshard.full_state_dict(model)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "whole": FULL,
+    "background": ASYNCHRONOUS,
+    "stage1": {"stage": 1},
+    "offload": {"offload": {"optimizer": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_of_8_bits_go_on_with_the_same_bits(ranks: Any, tmp_path: Path, name: str) -> None:
+    """Such state was refused in every save, so that no run with it could be resumed."""
+    for told in ranks(2)(goes_on, str(tmp_path), CONFIGS[name]):
+        assert {"codes", "scales", "codes_table", "step"} <= told["kept"]
+        assert told["found"][0] == told["wanted"][0]
+        assert all(torch.equal(told["found"][1][key], value) for key, value in told["wanted"][1].items())
+
+
+REPLICAS: dict[str, Any] = {"stage": 3, "shard_size": 2}
+
+
+@pytest.mark.slow  # four ranks
+@pytest.mark.parametrize("config", [REPLICAS, {**REPLICAS, "shard_optimizer_over": "all"}, {**REPLICAS, **FULL}])
+def test_replicas_have_the_blocks_of_their_counterparts(ranks: Any, tmp_path: Path, config: dict[str, Any]) -> None:
+    for told in ranks(4)(goes_on, str(tmp_path), config):
+        assert told["found"][0] == told["wanted"][0]
+        assert all(torch.equal(told["found"][1][key], value) for key, value in told["wanted"][1].items())
+
+
+def saves(root: str, config: dict[str, Any], **changes: Any) -> None:
+    accelerator, model, optimizer = made(config, **changes)
+    steps(model, optimizer, range(2))
+    accelerator.save_state(root)
+
+
+def refuses(root: str, config: dict[str, Any], **changes: Any) -> str:
+    """Load where it does not fit; nothing is changed, bar weights of whole files, which are read first."""
+    accelerator, model, optimizer = made(config, **changes)
+    before = whole(model)
+    with pytest.raises(ValueError, match="loaded") as error:
+        accelerator.load_state(root)
+    same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
+    assert same or "checkpoint" in config
+    assert not any(optimizer.optimizer.state.values())
+    return str(error.value)
+
+
+OTHERS: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {"persist_below": 1000}), (2, {"stage": 0})]
+
+
+@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+def test_another_layout_is_told_what_to_do_and_nothing_is_changed(
+    ranks: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """CASES A02 asks for any number of ranks. Blocks of other rows are others, and that is said."""
+    ranks(2)(saves, str(tmp_path), config)
+    for world, other in OTHERS:
+        for told in ranks(world)(refuses, str(tmp_path), {**config, **other}):
+            assert (
+                "(codes, codes_table, scales) is laid out for the rows of 2 ranks, and here each rank has others"
+                in told
+            )
+            assert "docs/checkpoints.md" in told
+    for told in ranks(2)(refuses, str(tmp_path), config, trained=False):
+        assert "the same parameters trained" in told or "parameter groups" in told
+
+
+@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+def test_blocks_of_whole_parameters_are_not_taken_for_those_of_rows(
+    ranks: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Once the scales of the whole parameter were given to each rank's rows without a word."""
+    ranks(2)(saves, str(tmp_path), {"stage": 0, **config})
+    for told in ranks(2)(refuses, str(tmp_path), config):
+        assert "of the whole parameter, in a layout of the optimizer's own" in told
+
+
+class OnOwners(EightBits):
+    elementwise = False
+
+
+def on_owners(root: str, config: dict[str, Any], load: bool) -> list[float]:
+    accelerator, model, optimizer = made(config, OnOwners)
+    if load:
+        accelerator.load_state(root)
+    else:
+        steps(model, optimizer, range(2))
+        accelerator.save_state(root)
+    return steps(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+def test_an_optimizer_that_steps_whole_parameters_resumes_on_any_number_of_ranks(
+    ranks: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    (wanted, _) = ranks(2)(on_owners, str(tmp_path), config, load=False)
+    assert ranks(2)(on_owners, str(tmp_path), config, load=True) == [wanted] * 2
+    (alone,) = ranks(1)(on_owners, str(tmp_path), config, load=True)
+    assert alone == pytest.approx(wanted, rel=1e-4)
+
+
+def uneven(root: str, config: dict[str, Any]) -> tuple[list[float], list[float], str]:
+    """Leave a branch out of the first steps, so that its state is apart; save, load; then out of a later one."""
+    accelerator, model, optimizer = made(config)
+    losses = steps(model, optimizer, range(2), side=False)
+    losses += steps(model, optimizer, range(2, 3))
+    accelerator.save_state(root)
+    wanted = steps(model, optimizer, range(3, 5))
+    accelerator.free_memory()
+    accelerator, model, optimizer = made(config)
+    accelerator.load_state(root)
+    found = steps(model, optimizer, range(3, 5))
+    accelerator.free_memory()
+    accelerator, model, optimizer = made(config)
+    steps(model, optimizer, range(1))
+    with pytest.raises(ValueError, match="EightBits keeps") as error:
+        steps(model, optimizer, range(1, 2), side=False)
+    return wanted, found, str(error.value)
+
+
+@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+def test_runs_that_were_split_before_they_had_state_come_back_split(
+    ranks: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Split later, each part had the scales of the first blocks, without a word."""
+    for wanted, found, told in ranks(2)(uneven, str(tmp_path), {"persist_below": 0, **config}):
+        assert found == wanted
+        assert "in different steps now" in told
+        assert "EightBits.elementwise = False" in told
+
+
+# ---- a Trainer ---------------------------------------------------------------------------------------------
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+TRAINED: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "default": (None, {}),
+    "adapter": ("lora", {}),
+    "rows": (None, {"checkpoint": {"format": "sharded"}}),
+}
+
+
+def trains(folder: str, peft: str | None, config: dict[str, Any], resume: Any = None, **more: Any) -> dict[str, Any]:
+    """Train four steps, or from a checkpoint to the fourth; return losses, weights and what was said."""
+    import logging
+
+    from tests.integrations.client_runs import trainer_of
+    from tests.integrations.trainer_runs import Case, logged
+
+    case = Case(arguments={**SAVES, **more}, peft=peft)
+    trainer = trainer_of(case, folder, {**SHARD, **config}, optimizer_cls_and_kwargs=(EightBits, {"lr": 0.05}))
+    with logged(logging.WARNING) as told:
+        trainer.train(resume_from_checkpoint=resume)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return {"losses": losses, "state": whole(trainer.model), "told": told}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_trainer_resumes_an_optimizer_of_8_bits_with_the_same_bits(ranks: Any, tmp_path: Path, name: str) -> None:
+    """`optim="adamw_bnb_8bit"` trained until its first checkpoint, which was refused."""
+    first = ranks(2)(trains, str(tmp_path / "first"), *TRAINED[name])
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    again = ranks(2)(trains, str(tmp_path / "again"), *TRAINED[name], str(checkpoint))
+    for wanted, found in zip(first, again, strict=True):
+        assert found["losses"] == wanted["losses"]
+        assert all(torch.equal(found["state"][key], value) for key, value in wanted["state"].items())
+
+
+def begins_anew(folder: str, peft: str | None, config: dict[str, Any], resume: str, **more: Any) -> dict[str, Any]:
+    """Be refused on another number of ranks, and do what the page says."""
+    with pytest.raises(ValueError, match="is laid out for the rows of 2 ranks") as error:
+        trains(folder, peft, config, resume)
+    told = str(error.value)
+    if (Path(resume) / "optimizer.pt").exists():
+        (Path(resume) / "optimizer.pt").unlink()
+    else:
+        from ourshard.checkpoint import convert
+
+        convert(resume, f"{resume}-weights", to="ourshard", weights_only=True)
+        resume, more = f"{resume}-weights", {"save_only_model": True}
+    return {**trains(f"{folder}-anew", peft, config, resume, **more), "error": told}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_trainer_on_other_ranks_goes_on_from_the_weights_when_told_to(ranks: Any, tmp_path: Path, name: str) -> None:
+    (first, _) = ranks(2)(trains, str(tmp_path / "first"), *TRAINED[name])
+    checkpoint = tmp_path / "first" / "checkpoint-2"
+    (found,) = ranks(1)(begins_anew, str(tmp_path / "alone"), *TRAINED[name], str(checkpoint))
+    assert found["losses"][:2] == first["losses"][:2]
+    assert found["losses"][2] == pytest.approx(first["losses"][2], abs=1e-4)
+    assert found["losses"][3] < found["losses"][2]
