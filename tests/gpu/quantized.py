@@ -3,7 +3,9 @@
     torchrun --nproc_per_node 2 tests/gpu/quantized.py [WORD ...]
 
 Every rank trains the reference by itself on the joined batch, in a plain loop. A case is right if losses and adapters
-are close to it, the frozen bytes are what they were, what is saved is what was trained, and opens over a new base. With
+are close to it, the frozen bytes are what they were, what is saved is what was trained, and opens over a new base. Of
+cases with another optimizer, the checkpoint of the third step is resumed as well: its state has the bits that were
+saved, and losses are those of the run that went on; saved by rows and loaded, the last state has its bits, too. With
 words, only cases that have one of them (`nf4`, `int8`, `optim`) are run. Without a GPU it runs on the CPU.
 Prints one line a case; exits with 1 if any is off.
 """
@@ -28,6 +30,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+SAVED_AT = 3
 STEPS, ROWS, LENGTH, VOCAB, LR = 5, 4, 32, 301, 1e-3
 ON_GPU = torch.cuda.is_available()
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -152,18 +155,79 @@ def reference(kind: str, folder: Path) -> Reference:
     return Reference(losses, before, adapters(model.state_dict()), frozen, logits_of(model, kind))
 
 
-def trained(case: Case, folder: Path, out: Path) -> Any:
+State = list[dict[str, Any]]
+
+
+def state_of(optimizer: Any) -> State:
+    """Return copies of what an optimizer keeps, on the host, in the order of its groups."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [optimizer.state.get(parameter, {}) for parameter in stepped]
+    return [{k: v.cpu().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()} for state in states]
+
+
+def is_same(one: State, other: State) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else bool(a == b)
+
+    same = [a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a) for a, b in zip(one, other, strict=True)]
+    return all(same)
+
+
+class KeepsState(transformers.TrainerCallback):
+    """Copies the optimizer's state when a checkpoint was saved, and when training begins."""
+
+    def __init__(self) -> None:
+        self.saved: State = []
+        self.begun: State = []
+
+    def on_save(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if state.global_step == SAVED_AT:
+            self.saved = state_of(optimizer.optimizer)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.begun = state_of(optimizer.optimizer)
+
+
+def comes_back_by_rows(trainer: Any, folder: Path) -> bool:
+    """Save model and optimizer by rows and load them over a state of zeros."""
+    optimizer = trainer.optimizer.optimizer
+    wanted = state_of(optimizer)
+    ourshard.save(trainer.model, optimizer, folder, replace=True)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    ourshard.load(trainer.model, optimizer, folder)
+    return is_same(wanted, state_of(optimizer))
+
+
+def look_at_resuming(case: Case, folder: Path, trainer: Any, kept: KeepsState) -> tuple[bool, str]:
+    """Resume the checkpoint in the middle, and return whether that is the run that went on."""
+    eight = any(v.dtype == torch.uint8 for s in kept.saved for v in s.values() if isinstance(v, torch.Tensor))
+    by_rows = comes_back_by_rows(trainer, folder / "rows")
+    again = KeepsState()
+    other = trained(case, folder, folder / "again", again, resume=str(folder / "out" / f"checkpoint-{SAVED_AT}"))
+    same = is_same(kept.saved, again.begun)
+    losses = [[log["loss"] for log in each.state.log_history if "loss" in log] for each in (trainer, other)]
+    apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    good = same and by_rows and apart < 1e-5 and eight == ("8bit" in case.arguments["optim"])
+    text = f", resumed losses {apart:.1e}{'' if same else ', STATE CHANGED'}{'' if by_rows else ', ROWS CHANGED'}"
+    return good, f"{text}{', 8 bits' if eight else ''}"
+
+
+def trained(case: Case, folder: Path, out: Path, kept: KeepsState | None = None, resume: str | None = None) -> Any:
     ourshard.enable({"persist_below": 100, **case.shard})
     args = TrainingArguments(
         str(out),
         per_device_train_batch_size=ROWS // dist.get_world_size(),
         **{"max_steps": STEPS, "learning_rate": LR, "adam_epsilon": 1e-6, "lr_scheduler_type": "constant"},
-        **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True},
+        **{"logging_steps": 1, "report_to": [], "disable_tqdm": True},
         **{"bf16": case.kind != "nf4", "use_cpu": not ON_GPU, "optim": "adamw_torch", **case.arguments},
+        **({"save_strategy": "steps", "save_steps": SAVED_AT} if kept else {"save_strategy": "no"}),
     )
     model = adapted(base(case.kind, folder, case.reentrant))
-    trainer = InOrder(model=model, args=args, train_dataset=Rows())
-    trainer.train()
+    trainer = InOrder(model=model, args=args, train_dataset=Rows(), callbacks=[kept] if kept else None)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     return trainer
@@ -172,12 +236,14 @@ def trained(case: Case, folder: Path, out: Path) -> Any:
 def look(case: Case, folder: Path, wanted: Reference) -> tuple[bool, str]:
     """Train, and return whether all is right, with what was measured."""
     out = folder / "out"
-    trainer = trained(case, folder, out)
+    other = bool(case.arguments)  # steps of 8 bits are near to those of AdamW, and no more
+    kept = KeepsState() if other else None
+    trainer = trained(case, folder, out, kept)
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     with ourshard.gathered(trainer.model):
         frozen = quantized(trainer.model)
     state = adapters(ourshard.full_state_dict(trainer.model))
-    kept = all(torch.equal(frozen[name], value) for name, value in wanted.frozen.items())
+    unchanged = all(torch.equal(frozen[name], value) for name, value in wanted.frozen.items())
     saved = load_file(out / "adapter_model.safetensors")
     whole = len(saved) == len(state)
     whole &= all(torch.equal(saved[name.replace(".default", "")].float(), value) for name, value in state.items())
@@ -188,10 +254,13 @@ def look(case: Case, folder: Path, wanted: Reference) -> tuple[bool, str]:
     off = sum((state[name] - value).norm() for name, value in wanted.after.items()) / went
     shown = (opened - wanted.logits).abs().max().item()
     most_loss, most_off = TOLERANCE.get(case.kind, COARSE)
-    other = bool(case.arguments)  # steps of 8 bits are near to those of AdamW, and no more
-    good = kept and whole and (other or (apart < most_loss and off < most_off and shown < 10 * most_loss))
+    good = unchanged and whole and (other or (apart < most_loss and off < most_off and shown < 10 * most_loss))
     text = f"losses {apart:.1e}, adapters {off:.1e} of their way, opened {shown:.1e}"
-    return good, f"{text}{'' if kept else ', BYTES CHANGED'}{'' if whole else ', SAVED WRONGLY'}"
+    text += f"{'' if unchanged else ', BYTES CHANGED'}{'' if whole else ', SAVED WRONGLY'}"
+    if kept is not None:
+        resumed, told = look_at_resuming(case, folder, trainer, kept)
+        return good and resumed, text + told
+    return good, text
 
 
 def cases() -> Iterator[Case]:
