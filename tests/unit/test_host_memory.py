@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import psutil
 import pytest
 import torch
 from ourshard.config import OffloadConfig, Tier
-from ourshard.runtime import behind
 from ourshard.runtime import host as host_module
 from ourshard.runtime.host import HostMemory, memory_for_offload
 
@@ -106,26 +104,3 @@ def test_idle_cores_are_named(cores: int, ranks: int, said: str | None, caplog: 
     with caplog.at_level(logging.WARNING, "ourshard"):
         memory_for_offload(OffloadConfig(optimizer=Tier.CPU, pin_memory=False), GPU)
     assert (said in caplog.text) if said else not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads", "stepping"),
-    [(16, 2, 8, 7), (32, 2, 8, 8), (8, 2, 4, 4)],
-    ids=["every core of the rank", "others are free", "too few to miss one"],
-)
-def test_a_step_beside_a_forward_leaves_it_a_core(
-    cores: int, ranks: int, threads: int, stepping: int, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        thread = behind._thread.__wrapped__()
-        new = ThreadPoolExecutor(1)
-        assert thread.submit(torch.get_num_threads).result() == stepping
-        assert torch.get_num_threads() == new.submit(torch.get_num_threads).result() == threads
-        thread.shutdown()
-        new.shutdown()
-    finally:
-        torch.set_num_threads(before)

@@ -29,7 +29,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from ourshard.runtime.host import cores_of_rank
 from ourshard.runtime.states import keep_on_host
 
 if TYPE_CHECKING:
@@ -37,23 +36,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ourshard")
 
-_ENOUGH = 8  # threads of which one can be missed: memory is what a step waits for
-
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """Return the thread of all steps, which have torch's threads to themselves: but one, if they took every core.
-
-    The forward beside a step starts its kernels from a core of its own then. From a shared one it would hold up a
-    thread of the step, and so all of them, at each lane.
-    """
-    stepping = ThreadPoolExecutor(1, thread_name_prefix="ourshard-step")
-    threads = torch.get_num_threads()
-    if threads >= max(cores_of_rank(), _ENOUGH):
-        stepping.submit(torch.get_num_threads).result()  # a thread takes up the number of all when it first asks
-        stepping.submit(torch.set_num_threads, threads - 1).result()
-        torch.set_num_threads(threads)  # of this thread and new ones, for which the other has set it too
-    return stepping
+    return ThreadPoolExecutor(1, thread_name_prefix="ourshard-step")  # a step has all threads of torch to itself
 
 
 class Stepping:

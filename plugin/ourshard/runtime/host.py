@@ -127,14 +127,10 @@ def _zeros(nbytes: int) -> torch.Tensor:
     return base[start : start + nbytes]
 
 
-def cores_of_rank() -> int:
-    """Return how many cores a rank of this machine can use, if all do alike."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
 def _warn_of_idle_cores() -> None:
     """Say, once a machine, that the optimizer's step would leave most cores idle."""
-    cores, threads = cores_of_rank(), torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = torch.get_num_threads()
     if 2 * threads <= cores and os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(
             "offload: the optimizer steps on the host with %d of about %d cores a rank (torchrun sets "
