@@ -232,13 +232,12 @@ def rank_of_absent_world() -> Any:
     )
 
 
-def _ourshard(**options: Any) -> Callable[[nn.Module, Work, Phases], Step]:
+def _ourshard(*, reduce: str = "float32", **options: Any) -> Callable[[nn.Module, Work, Phases], Step]:
     def build(model: nn.Module, work: Work, phases: Phases) -> Step:
         from ourshard.config import ShardConfig
         from ourshard.runtime.api import clip_grad_norm_, shard_model
 
         prepare(model, work)
-        reduce = options.pop("reduce", "float32") if "reduce" in options else "float32"
         config = ShardConfig.from_dict(
             {
                 **options,
