@@ -25,6 +25,7 @@ from ourshard.integrations.trainer_recovery import newest
 from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.part import part_state
+from ourshard.values import is_number
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, Trainer
@@ -62,8 +63,10 @@ class ShardCheckpointCallback(ShardTrainerCallback):
     ) -> None:
         self.require_events()
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes), ("keep", keep)):
-            if value is not None and value <= 0:
-                raise ValueError(f"ShardCheckpointCallback: {name} is {value}; give a number above 0, or None.")
+            whole = name != "every_minutes"
+            if value is not None and not (is_number(value, whole=whole) and value > 0):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"ShardCheckpointCallback: {name} is {value!r}; give {kind} above 0, or None.")
         self.folder = None if folder is None else Path(folder)
         self.every_steps, self.every_minutes, self.keep, self.export = every_steps, every_minutes, keep, export
         self.lost: list[str] = []  # saves that failed, with the reason

@@ -13,6 +13,7 @@ from ourshard.checkpoint.portions import portions_of
 from ourshard.integrations.trainer_events import ShardTrainerCallback
 from ourshard.runtime.api import engine_of, full_state_dict
 from ourshard.runtime.engine import Engine
+from ourshard.values import is_number
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -35,8 +36,10 @@ class ShardEMACallback(ShardTrainerCallback):
     """
 
     def __init__(self, decay: float = 0.999, evaluate: bool = False) -> None:
-        if not 0.0 < decay < 1.0:
-            raise ValueError(f"ShardEMACallback: decay is {decay}; use a value between 0 and 1, such as 0.999.")
+        if not isinstance(evaluate, bool):
+            raise ValueError(f"ShardEMACallback: evaluate is {evaluate!r}; use True or False.")
+        if not (is_number(decay) and 0.0 < decay < 1.0):
+            raise ValueError(f"ShardEMACallback: decay is {decay!r}; use a value between 0 and 1, such as 0.999.")
         if evaluate:
             self.require_events()
         self.decay, self.evaluate = decay, evaluate

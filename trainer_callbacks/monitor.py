@@ -22,6 +22,7 @@ from ourshard.runtime.api import engine_of
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.meter import Spent, Totals, seconds_of, since
 from ourshard.trainer_callbacks.flops import Flops
+from ourshard.values import is_number
 from torch import nn
 
 logger = logging.getLogger("ourshard")
@@ -66,8 +67,8 @@ class ShardMonitorCallback(ShardTrainerCallback):
     ) -> None:
         self.require_events()
         for name, value in (("peak_flops", peak_flops), ("flops_per_token", flops_per_token)):
-            if value is not None and value <= 0:
-                raise ValueError(f"ShardMonitorCallback: {name} is {value}; give a number above 0, or leave it out.")
+            if value is not None and not (is_number(value) and value > 0):
+                raise ValueError(f"ShardMonitorCallback: {name} is {value!r}; give a number above 0, or leave it out.")
         if summary and importlib.util.find_spec("matplotlib") is None:
             raise ValueError(
                 "ShardMonitorCallback draws its summary with matplotlib, which is not installed: install it, or give "

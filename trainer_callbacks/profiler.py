@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import gather_object
 from ourshard.runtime import timeline
 from ourshard.runtime.api import engine_of
+from ourshard.values import is_number
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -51,10 +52,11 @@ class ShardProfilerCallback(TrainerCallback):
     """
 
     def __init__(self, wait: int = 5, warmup: int = 2, active: int = 3, folder: str | Path | None = None) -> None:
-        if wait < 0 or warmup < 0 or active < 1:
+        whole = all(is_number(steps, whole=True) for steps in (wait, warmup, active))
+        if not whole or wait < 0 or warmup < 0 or active < 1:
             raise ValueError(
-                f"ShardProfilerCallback(wait={wait}, warmup={warmup}, active={active}): active is 1 or more, the "
-                "others 0 or more."
+                f"ShardProfilerCallback(wait={wait!r}, warmup={warmup!r}, active={active!r}): whole numbers of steps, "
+                "active 1 or more, the others 0 or more."
             )
         self.wait, self.warmup, self.active = wait, warmup, active
         self.folder = None if folder is None else Path(folder)

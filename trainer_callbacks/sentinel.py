@@ -16,6 +16,7 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.wording import shorten
 from ourshard.trainer_callbacks import sentinel_gradients
 from ourshard.trainer_callbacks.sentinel_stragglers import STEPS, StragglerWatch
+from ourshard.values import is_number
 from torch import nn
 from transformers import TrainerCallback
 
@@ -57,11 +58,13 @@ class ShardSentinelCallback(TrainerCallback):
         straggler: float = 1.5,
         straggler_every: int = 100,
     ) -> None:
-        if every < 1 or window < 5 or spike <= 1.0 or straggler <= 1.0 or straggler_every < 1:
+        whole = all(is_number(count, whole=True) for count in (every, window, straggler_every))
+        numbers = whole and is_number(spike) and is_number(straggler)
+        if not numbers or every < 1 or window < 5 or spike <= 1.0 or straggler <= 1.0 or straggler_every < 1:
             raise ValueError(
-                f"ShardSentinelCallback(every={every}, spike={spike}, window={window}, straggler={straggler}, "
-                f"straggler_every={straggler_every}): every and straggler_every are 1 or more, spike and straggler "
-                "more than 1, window 5 or more."
+                f"ShardSentinelCallback(every={every!r}, spike={spike!r}, window={window!r}, straggler={straggler!r}, "
+                f"straggler_every={straggler_every!r}): every and straggler_every are whole and 1 or more, window is "
+                "whole and 5 or more, spike and straggler are more than 1."
             )
         known = [each.value for each in Action]
         if not isinstance(action, Action) and action not in known:

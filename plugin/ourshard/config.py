@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ourshard.values import build, convert, nearest, settle, to_plain
+from ourshard.values import build, convert, settle, to_plain, unknown_key
 
 
 class WrapPolicy(str, Enum):
@@ -454,7 +454,7 @@ def plain_value(key: str, value: Any) -> Any:
     hints = config_keys()
     if key not in hints:
         inner = ", ".join(name.removeprefix(f"{key}.") for name in hints if name.startswith(f"{key}."))
-        unknown = f"Unknown key {key!r} in the ourshard config.{nearest(key, hints)}"
+        unknown = unknown_key(key, hints)
         raise ValueError(f"{key}: expected keys and values, got {value!r}. Its keys: {inner}." if inner else unknown)
     if key.endswith("_dtype"):
         return dtype_name(value, key)

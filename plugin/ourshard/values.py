@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import numbers
 import types
 import typing
 from collections.abc import Mapping
@@ -54,6 +55,8 @@ def to_plain(value: Any) -> Any:
 
 
 _MANY = 60  # names; more would hide what is wrong
+# Keys of Accelerate's config file that are taken for ours
+_ACCELERATES = ("mixed_precision", "num_processes", "num_machines", "machine_rank", "use_cpu", "distributed_type")
 
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
@@ -68,17 +71,32 @@ def nearest(name: str, names: typing.Iterable[str]) -> str:
     )
 
 
+def unknown_key(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
+    """Return the error for a key that is not one of the ourshard config's; `prefix` is the dotted place of both."""
+    if key in _ACCELERATES:
+        hint = " It is Accelerate's: it stands beside ourshard_config, not in it."
+    else:
+        hint = nearest(key, known)
+    return f"Unknown key {prefix + key!r} in the ourshard config.{hint}"
+
+
+def is_number(value: Any, *, whole: bool = False) -> bool:
+    """Tell whether `value` is a finite number, and no truth value; with `whole`, a whole one."""
+    kind = numbers.Integral if whole else numbers.Real
+    return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def build(cls: type, values: Any, prefix: str) -> Any:
     """Build a dataclass from nested mappings; `prefix` is its dotted place, for errors (`ValueError`)."""
     if isinstance(values, cls):
         return values
     if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.') or 'ourshard_config'}: expected keys and values, got {values!r}.")
+        section, keys = prefix.rstrip(".") or "ourshard_config", ", ".join(hints_of(cls))
+        raise ValueError(f"{section}: expected keys and values, got {values!r}. Its keys: {keys}.")
     hints = hints_of(cls)
     unknown = [key for key in values if key not in hints]
     if unknown:
-        key = str(unknown[0])
-        raise ValueError(f"Unknown key {prefix + key!r} in the ourshard config.{nearest(key, hints)}")
+        raise ValueError(unknown_key(str(unknown[0]), hints, prefix))
     return cls(**{key: convert(hints[key], value, prefix + key) for key, value in values.items()})
 
 
@@ -101,12 +119,14 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         options = typing.get_args(hint)
         if value is None and type(None) in options:
             return None
+        first: ValueError | None = None  # of `int | str`, what text that is no number would say misleads
         for option in (o for o in options if o is not type(None)):
             try:
                 return convert(option, value, key)
             except ValueError as error:
-                last = error
-        raise last
+                first = first or error
+        assert first is not None
+        raise first
     if dataclasses.is_dataclass(hint):
         return build(hint, value, key + ".")  # type: ignore[arg-type]
     if typing.get_origin(hint) is tuple:

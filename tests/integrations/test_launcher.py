@@ -269,6 +269,12 @@ def test_a_config_for_gpus_on_a_machine_without_any_is_warned_of(monkeypatch, ca
     assert ("use_cpu is false and this machine has no GPU" in caplog.text) is not on_cpu
 
 
+def test_a_launch_of_no_rank_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    with pytest.raises(ConfigError, match="num_processes: 0 starts no rank"):
+        launcher.prepare_multi_gpu_env(lambda args: {}, arguments(num_processes=0))
+
+
 def test_fsdp_flags_count_as_given_and_not_with_their_defaults(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
     monkeypatch.delenv("OURSHARD_CONFIG", raising=False)

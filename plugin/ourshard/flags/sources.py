@@ -110,10 +110,13 @@ def read_sections(values: Mapping[str, Any], source: str = "") -> FlagResult:
         ValueError: as `read_document` does, or a section does not hold keys and values.
     """
     where = f"{source}: " if source else ""
+    own = {key.partition(".")[0] for key in config_keys()}
     for key in values:  # those of Accelerate's own that are alike differ by more: fp8_config, fsdp_config
-        meant = get_close_matches(str(key), SECTIONS, n=1, cutoff=0.88)
+        meant = ["ourshard_config"] if key == "ourshard" else get_close_matches(str(key), SECTIONS, n=1, cutoff=0.88)
         if meant and key not in SECTIONS:
             raise ValueError(f"{where}{key}: there is no such section. Did you mean {meant[0]!r}?")
+        if str(key).partition(".")[0] in own:
+            raise ValueError(f"{where}{key}: it is a key of ourshard_config, and stands under it.")
     for name in (*SECTIONS, "parallelism_config"):
         if values.get(name) is not None and not isinstance(values[name], Mapping):
             raise ValueError(f"{where}{name}: expected keys and values, got {values[name]!r}.")

@@ -17,6 +17,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from typing import Any
 
 from ourshard.flags import sources
@@ -98,6 +99,8 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config file in accelerate's words, with a `Section` if they ask for ourshard."""
     yaml_type = str(getattr(values.get("distributed_type"), "value", values.get("distributed_type", NAME)))
     if yaml_type != NAME and "ourshard_config" not in values and not flag(SWITCH):
+        if get_close_matches(yaml_type.upper(), [NAME], cutoff=0.75):
+            raise ConfigError(f"distributed_type: {yaml_type} is not known. Did you mean {NAME}?")
         return values
     if yaml_type not in SHARDABLE:
         raise ConfigError(f"distributed_type: {yaml_type} cannot be sharded by ourshard; use {NAME}.")

@@ -40,6 +40,8 @@ def prepare_multi_gpu_env(prepare: Callable[[Namespace], Environment], args: Nam
     """Return the environment of workers that torchrun will start."""
     wanted = _wanted(args)
     if wanted is not None:
+        if args.num_processes is not None and args.num_processes < 1:
+            raise ConfigError(f"num_processes: {args.num_processes} starts no rank; it must be 1 or more.")
         _take_mixed_precision(wanted, args)
     environment = prepare(args)
     if wanted is not None:

@@ -39,10 +39,20 @@ class ConfigError(ValueError, SystemExit):
         self.code = message
 
 
+_YES = ("1", "true", "yes", "on")
+_NO = ("", "0", "false", "no", "off")
+
+
 def flag(name: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether a variable of the environment says yes."""
+    """Return whether a variable of the environment says yes.
+
+    Raises:
+        ConfigError: it says neither yes nor no.
+    """
     value = (os.environ if environment is None else environment).get(name, "")
-    return value.strip().lower() in ("1", "true", "yes", "on")
+    if value.strip().lower() not in _YES + _NO:
+        raise ConfigError(f"{name} is {value!r} in the environment; write true or false.")
+    return value.strip().lower() in _YES
 
 
 def asked_for(arguments: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from ourshard.planning.hardware import GB, GIB, Hardware, hardware_of
 from ourshard.planning.model import load_model, make_batch, parse_input
 from ourshard.planning.plan import Planner, Row, Workload, candidates, cheapest, describe, halved, offloaded, scaling
 from ourshard.planning.quantities import parse_rate, parse_size, parse_time
-from ourshard.planning.report import as_dict, as_table, plot_memory, plot_scaling
+from ourshard.planning.report import as_dict, as_table, check_picture, plot_memory, plot_scaling
 from ourshard.planning.variants import variant
 from ourshard.runtime.wording import memory_text
 from ourshard.values import flatten
@@ -130,6 +130,9 @@ def plan(
     try:
         if output is not None:
             refuse_existing(output, overwrite=overwrite)
+        for option, path in (("--plot", plot), ("--scaling", curve)):
+            if path is not None:
+                check_picture(path, option)
         measured = {"link_rate": link, "network_rate": network, "disk_rate": disk}
         sizes = {"memory": memory, "host_memory": host_memory}
         hardware = _adjusted(hardware_of(gpu, gpus, nodes), measured, sizes, kernel_start)

@@ -46,7 +46,10 @@ def load_model(source: str, options: Mapping[str, Any] | None = None) -> nn.Modu
         return _from_config(path, options or {})
     if ":" in source:
         return _from_class(source, options or {})
-    raise ValueError(f"model: {source!r} is neither a folder, a config.json, nor module:Class.")
+    raise ValueError(
+        f"model: {source!r} is neither a folder, a config.json, nor module:Class. A model of the Hub is not looked up "
+        "there: download its config.json."
+    )
 
 
 def _from_config(path: Path, options: Mapping[str, Any]) -> nn.Module:

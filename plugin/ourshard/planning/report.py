@@ -107,11 +107,20 @@ def as_dict(row: Row) -> dict[str, Any]:
     }
 
 
-def _pyplot() -> Any:
+def check_picture(path: Path, option: str) -> None:
+    """Raise ValueError if no picture can be drawn to `path`, which `option` gave: before the plan, which takes long."""
     try:
-        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
+        raise ValueError(f"{option} needs matplotlib: pip install matplotlib.") from None
+    known = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ValueError(f"{option}: {path} has none of the endings {', '.join(known)}.")
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -50,8 +50,14 @@ def shard_model(
     `cast_small=False` leaves parameters below `persist_below` in their own dtype, for use under autocast.
     Raises `ValueError` on every rank when the model or the config can't work.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"shard_model: the model is a {type(model).__name__}; give one torch.nn.Module.")
     if config is None or isinstance(config, Mapping):
         config = ShardConfig.from_dict(config or {})
+    if not isinstance(config, ShardConfig):
+        raise ValueError(
+            f"shard_model: config is {config!r}; give a ShardConfig, a mapping such as {{'stage': 3}}, or nothing."
+        )
     built = build_mesh(config, mesh, torch.device(device) if device is not None else None)
     build_engine(model, config, built, cast_small=cast_small)
     return model
@@ -92,6 +98,9 @@ def gathered(
         parameters: list[Any] = list(target.parameters())
     else:
         parameters = [target] if isinstance(target, torch.Tensor) else list(target)
+        other = next((each for each in parameters if not isinstance(each, torch.Tensor)), None)
+        if other is not None:
+            raise ValueError(f"gathered: {other!r} is no parameter; give a model, a module of it, or its parameters.")
     with ExitStack() as stack:
         for engine in ENGINES:
             units = _state.units_of(engine, parameters)
