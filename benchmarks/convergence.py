@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
 
 def batches(rows: Dataset, seed: int, args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this rank's batches, the same in every run."""
-    sampler = DistributedSampler(rows, seed=seed, drop_last=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(rows, seed=seed, drop_last=True)
     for epoch in range(args.steps):
         sampler.set_epoch(epoch)
         yield from DataLoader(rows, batch_size=args.batch_size, sampler=sampler, drop_last=True)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from ourshard.checkpoint.conversion import convert as convert_inside
@@ -32,7 +33,7 @@ from safetensors.torch import save_file
 WIDTH = 4096
 ROWS = 2048  # 32 MiB in fp32
 
-TARGETS = {
+TARGETS: dict[str, dict[str, Any]] = {
     "to ourshard, 4 ranks": {"to": "ourshard", "world_size": 4},
     "to ourshard, 1 rank": {"to": "ourshard"},
     "to safetensors, files of 2 GB": {"to": "safetensors", "max_shard_size": "2GB"},

@@ -43,12 +43,16 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1, fused=torch.cuda.is_available())
 
 
-def prepare(model: nn.Module, work: Work) -> None:
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.get_submodule("model.layers").children())
+
+
+def prepare(model: Any, work: Work) -> None:
     """Apply what the work asks of every engine alike: checkpointing and regional compilation."""
     if work.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if work.compile:
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             layer.compile()
 
 
@@ -74,8 +78,9 @@ def limit(model: nn.Module, work: Work, phases: Phases) -> Step:
     parameters = list(model.parameters())
     parts = [p.detach().view(-1)[: p.numel() // world] for p in parameters]
     masters = [nn.Parameter(part.float()) for part in parts]
-    for master in masters:
-        master.grad = torch.zeros_like(master)
+    gradients = [torch.zeros_like(master) for master in masters]
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
     optimizer = adamw(masters)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
@@ -84,8 +89,8 @@ def limit(model: nn.Module, work: Work, phases: Phases) -> Step:
         loss.backward()
         phases.mark()
         nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
-        grads = [p.grad.view(-1)[: p.numel() // world] for p in parameters]
-        torch._foreach_copy_([m.grad for m in masters], grads)
+        grads = [p.grad.view(-1)[: p.numel() // world] for p in parameters if p.grad is not None]
+        torch._foreach_copy_(gradients, grads)
         for p in parameters:
             p.grad = None
         optimizer.step()
@@ -124,7 +129,7 @@ def _fsdp2(reduce_dtype: torch.dtype, offload: bool = False) -> Callable[[nn.Mod
         prepare(model, work)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         place = CPUOffloadPolicy() if offload else OffloadPolicy()
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             fully_shard(layer, mp_policy=policy, offload_policy=place)
         fully_shard(model, mp_policy=policy, offload_policy=place)
         optimizer = adamw(model.parameters())
@@ -143,7 +148,7 @@ def fsdp1(model: nn.Module, work: Work, phases: Phases) -> Step:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     prepare(model, work)
-    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(model.model.layers[0])})
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(layers_of(model)[0])})
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=policy,
@@ -214,7 +219,7 @@ def megatron_fsdp(model: nn.Module, work: Work, phases: Phases) -> Step:
         dp_shard_dim="dp",
         tp_dim="tp",
         zero_dp_strategy=3,
-        fsdp_unit_modules=[type(model.model.layers[0])],
+        fsdp_unit_modules=[type(layers_of(model)[0])],
         mixed_precision_policy=MixedPrecisionPolicy(),
     )
     optimizer = fully_shard_optimizer(adamw(sharded.parameters()))

@@ -101,8 +101,8 @@ def rank_main(way: str, folder: str, layers: int) -> None:
 def LlamaOfOneLayer() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=100, **tiny))
+    tiny: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=100, num_attention_heads=4, **tiny))
 
 
 def launch(way: str, world: int, folder: str, layers: int) -> list[dict[str, float]]:
@@ -120,7 +120,8 @@ def main() -> None:
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank_main(*options.rank, options.layers)
+        way, folder = options.rank
+        rank_main(way, folder, options.layers)
         return
     from rich.console import Console
     from rich.table import Table

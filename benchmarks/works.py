@@ -26,7 +26,7 @@ class Work:
         """Return the model with random weights on the current device."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = LlamaConfig(
+        config = LlamaConfig(  # type: ignore[call-arg]  # the last by **kwargs
             vocab_size=self.vocab,
             hidden_size=self.hidden,
             intermediate_size=self.ffn,
