@@ -40,7 +40,7 @@ def as_table(report: Report) -> Table:
 def _text(finding: Finding, world: int, more: int) -> str:
     text = escape(finding.text)
     if more:
-        text += f" (and {more} more)"
+        text += f" (and {counted(more, 'rank')} more)"
     if finding.verdict is not Verdict.FINE and 0 < len(finding.ranks) < world:
         text = f"rank {', '.join(map(str, finding.ranks))}: {text}"
     return f"{text}\n  fix: {escape(finding.fix)}" if finding.fix else text
