@@ -263,6 +263,41 @@ def test_random_models_made_in_the_init_context_are_those_of_one_process(ranks):
     assert ranks(2)(init_sharded, names) == [{name: [] for name in names}] * 2
 
 
+class Recurrent(torch.nn.Module):
+    """Has a layer that keeps weak references to its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.LSTM(24, 30)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows)[0]
+
+
+def recurrent(lazy: bool) -> None:
+    """Shard a recurrent layer whose values are nowhere yet, or on rank 0 alone, beside a plain one."""
+    import ourshard
+    import torch.distributed as dist
+
+    plain = Recurrent()
+    with ourshard.init_context() if lazy else torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = Recurrent()
+    ourshard.shard_model(model, {"persist_below": 0})
+    rows = torch.ones(3, 2, 24)
+    for each in (plain, model):
+        each(rows).pow(2).mean().backward()
+    torch.testing.assert_close(model(rows), plain(rows))
+    torch.testing.assert_close(
+        ourshard.clip_grad_norm_(model, 1.0), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    )
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["drawn later", "on rank 0 alone"])
+def test_weak_references_to_weights_without_values_stay_right(ranks, lazy):
+    ranks(2)(recurrent, lazy)
+
+
 class Rotating(torch.nn.Module):
     """Has a buffer that is in no file and a constant that is no buffer."""
 

@@ -185,6 +185,8 @@ class Odd(nn.Module):
             self.embedding.weight[5].uniform_()
             self.first.weight[:, 1].fill_(self.first.weight[0, 0])
         self.register_buffer("mask", torch.ones(40, 40).tril())
+        self.register_buffer("bits", torch.ones((40, 40), dtype=bool).tril())  # type: ignore[call-overload]
+        self.register_buffer("line", torch.ones(torch.tensor(1600)).cumsum(0))  # type: ignore[call-overload]
         self.register_buffer("cache", torch.zeros(40, 40), persistent=False)
 
 

@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ourshard.runtime.identity import take_content
+
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
 
@@ -462,7 +464,7 @@ def become_handle(parameter: nn.Parameter, lane: Lane, position: int) -> ShardPa
     shape, dtype = tuple(parameter.shape), parameter.dtype
     if parameter.device.type == "meta":
         with torch.no_grad():
-            torch.utils.swap_tensors(parameter, _like(parameter, placeholder(shape, dtype, lane.device)))
+            take_content(parameter, _like(parameter, placeholder(shape, dtype, lane.device)))
     parameter.data = placeholder(shape, dtype, lane.device)
     parameter.grad = None
     parameter.__class__ = ShardParameter

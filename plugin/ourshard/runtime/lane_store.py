@@ -35,6 +35,7 @@ from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import GradientCoder, gradient_codec
 from ourshard.runtime.disk import ShardWindows
 from ourshard.runtime.handle import become_handle
+from ourshard.runtime.identity import take_content
 from ourshard.runtime.inventory import Parameter
 from ourshard.runtime.lane_key import LaneKey
 from ourshard.runtime.layout import LaneLayout, RowRange
@@ -397,6 +398,6 @@ def point(tensor: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
     if tensor.device != view.device:
         twin = torch.Tensor._make_subclass(type(tensor), view, tensor.requires_grad)
         twin.__dict__.update(tensor.__dict__)
-        torch.utils.swap_tensors(tensor, twin)
+        take_content(tensor, twin)
     tensor.data = view
     return tensor

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ourshard.runtime.handle import GET_DATA, METADATA, SET_DATA
+from ourshard.runtime.identity import take_content
 from ourshard.runtime.source import Cast, Computed, Constant, Drawn, Joined, Reshaped, Sliced, Source, scratch
 
 _T = torch.Tensor
@@ -145,7 +146,7 @@ def _become(tensor: LazyTensor, value: torch.Tensor) -> None:
     _forget(tensor)
     twin = torch.Tensor._make_subclass(type(tensor), value.detach(), requires_grad)
     twin.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, twin)
+    take_content(tensor, twin)
 
 
 def _lazies(args: Args, kwargs: Kwargs) -> list[LazyTensor]:

@@ -48,14 +48,16 @@ def _lazy_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]
         return None
     device = torch.device(kwargs.get("device") or torch.get_default_device())
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):  # a type of Python, as `bool`
+        return None
     if device.type != "cpu" or not dtype.is_floating_point or kwargs.get("requires_grad"):
         return None
     if any(value is not None for key, value in kwargs.items() if key not in _UNDERSTOOD):
         return None
     given = kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
-    shape = tuple(given)
-    whole = all(isinstance(extent, int) for extent in shape)
-    return shape if whole and math.prod(shape) >= LEAST else None
+    if not isinstance(given, (tuple, list)) or not all(isinstance(extent, int) for extent in given):
+        return None  # extents that are tensors
+    return tuple(given) if math.prod(given) >= LEAST else None
 
 
 @contextmanager
