@@ -51,3 +51,45 @@ def encoded(values: torch.Tensor) -> dict[str, torch.Tensor]:
     middles = (TABLE[1:] + TABLE[:-1]) / 2
     codes = torch.bucketize(blocks / scales[:, None], middles).to(torch.uint8)
     return {"codes": codes.view(-1)[: values.numel()].clone(), "scales": scales}
+
+
+class Coded(torch.Tensor):
+    """Codes, scales and table as one tensor, by torch's protocol, as torchao keeps them; nothing can be done to it."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, codes_table: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, codes_table: torch.Tensor) -> None:
+        self.inner = {"codes": codes, "scales": scales, "codes_table": codes_table}
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        try:
+            return self.__dict__["inner"][name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+    def __tensor_flatten__(self) -> Any:
+        return list(self.inner), {"block": BLOCK, "dtype": torch.float32}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> Any:
+        assert context == {"block": BLOCK, "dtype": torch.float32}
+        assert tuple(outer_size) == inner["codes"].shape
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+class OfClass(EightBits):
+    """Keeps them so."""
+
+    def _step(self, parameter: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        plain = {key: value for key, value in state.items() if key != "momentum"}
+        plain |= state["momentum"].inner if "momentum" in state else {}
+        super()._step(parameter, plain, lr)
+        if "scales" in plain:
+            plain["momentum"] = Coded(*(plain.pop(key) for key in ("codes", "scales", "codes_table")))
+        state.update(plain)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.integrations.eight_bits import EightBits
+from tests.integrations.eight_bits import EightBits, OfClass
 from tests.integrations.test_saving import FULL
 
 pytestmark = pytest.mark.ranks
@@ -60,17 +60,17 @@ def steps(model: Any, optimizer: Any, which: range, side: bool = True) -> list[f
     return losses
 
 
-def goes_on(root: str, config: dict[str, Any]) -> dict[str, Any]:
+def goes_on(root: str, config: dict[str, Any], kind: Any = EightBits) -> dict[str, Any]:
     """Save after two steps and go on; load that where other steps were made, and go on."""
     import ourshard
 
-    accelerator, model, optimizer = made(config)
+    accelerator, model, optimizer = made(config, kind)
     steps(model, optimizer, range(2))
     accelerator.save_state(root)
     kept = {key for state in optimizer.optimizer.state.values() for key in state}
     wanted = steps(model, optimizer, range(2, 5)), ourshard.full_state_dict(model)
     accelerator.free_memory()
-    accelerator, model, optimizer = made(config)
+    accelerator, model, optimizer = made(config, kind)
     steps(model, optimizer, range(7, 9))
     accelerator.load_state(root)
     return {"kept": kept, "wanted": wanted, "found": (steps(model, optimizer, range(2, 5)), whole(model))}
@@ -98,6 +98,30 @@ def test_blocks_of_8_bits_go_on_with_the_same_bits(ranks: Any, tmp_path: Path, n
         assert {"codes", "scales", "codes_table", "step"} <= told["kept"]
         assert told["found"][0] == told["wanted"][0]
         assert all(torch.equal(told["found"][1][key], value) for key, value in told["wanted"][1].items())
+
+
+@pytest.mark.parametrize("name", ["rows", "whole", "background"])
+def test_tensors_of_a_class_that_stands_for_others_come_back_as_they_were(
+    ranks: Any, tmp_path: Path, name: str
+) -> None:
+    """`optim="adamw_torch_8bit"`, of torchao: its tensors refused to be cut when they were saved."""
+    for told in ranks(2)(goes_on, str(tmp_path), CONFIGS[name], OfClass):
+        assert told["kept"] == {"momentum", "step", "codes"}  # the last of small parameters
+        assert told["found"][0] == told["wanted"][0]
+        assert all(torch.equal(told["found"][1][key], value) for key, value in told["wanted"][1].items())
+
+
+def saves_whole_ones(root: str) -> str:
+    accelerator, model, optimizer = made({"stage": 0}, OfClass)
+    steps(model, optimizer, range(1))
+    with pytest.raises(ValueError, match="OfClass keeps 'momentum'") as error:
+        accelerator.save_state(root)
+    return str(error.value)
+
+
+def test_tensors_of_such_a_class_of_whole_parameters_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
+    for told in ranks(2)(saves_whole_ones, str(tmp_path)):
+        assert "which is stepped whole, in a Coded" in told
 
 
 REPLICAS: dict[str, Any] = {"stage": 3, "shard_size": 2}

@@ -7,7 +7,7 @@ each block of so many elements, and tables: codes mean nothing without their sca
 begins, which is elsewhere on each rank. So if any rank has such a tensor, all ranks save all tensors of this
 optimizer's runs as they are, under a name that tells the run, the layout and the part of the lane. What has no
 dimension or is no tensor (step counts) all ranks have alike; it stays by parameter name. So does all state of
-parameters that are stepped whole.
+parameters that are stepped whole. Tensors of classes that stand for others are saved as those: tensor_classes.py.
 
 In the same layout such state is given back bit for bit. In any other it is refused, with nothing changed: nobody but
 the optimizer knows what a value stands for.
@@ -34,6 +34,7 @@ from .portions import has_turn, places_digest
 from .shard_writer import LocalBox
 from .source import LOCAL_PREFIX, Source, TensorInfo, TensorKey
 from .staging import ToHost
+from .tensor_classes import CLASS, check_classes, flattened, rebuilt
 
 logger = logging.getLogger("ourshard")
 
@@ -72,8 +73,12 @@ class LocalRun:
         return [each.own for each in self.apart()]
 
     def tensors(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors by state key."""
-        return _tensors(optimizer, self.run)
+        """Return this rank's tensors by state key, plain ones: `tensor_classes.flattened`."""
+        return {
+            name: part
+            for key, value in _tensors(optimizer, self.run).items()
+            for name, part in flattened(key, value).items()
+        }
 
 
 def local_runs(engine: Engine, optimizer: Optimizer) -> Iterator[LocalRun]:
@@ -112,9 +117,9 @@ def all_keep_local(engines: Sequence[Engine], optimizers: Sequence[Optimizer], l
         if local and type(optimizer) not in _told and engines[0].mesh.world.rank == 0:
             _told.add(type(optimizer))
             logger.warning(
-                "%s: the state of %s loads on as many ranks in the same layout alone. For other numbers of ranks set "
-                "%s.elementwise = False before `prepare`: then one rank steps each parameter whole.",
-                label, type(optimizer).__name__, type(optimizer).__name__,
+                "%s: the state of %s loads on as many ranks in the same layout alone: docs/checkpoints.md, section "
+                "'Optimizers of 8 bits'.",
+                label, type(optimizer).__name__,
             )  # fmt: skip
     return found
 
@@ -157,6 +162,12 @@ class SavedLocal:
     def misfits(self, optimizers: Sequence[Optimizer]) -> Iterator[str]:
         """Yield why it does not fit, if it does not: the same text on all ranks."""
         yield from layout_misfits(list(self._runs(optimizers)), self.infos)
+
+    def check_classes(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise CheckpointError unless the classes of this rank's tensors can be made here."""
+        for info in self.of_rank(optimizers):
+            key = info.key.kind.removeprefix(LOCAL_PREFIX)
+            check_classes({key: self.source.read(info.key)} if key.endswith(CLASS) else {})
 
     def of_rank(self, optimizers: Sequence[Optimizer]) -> Iterator[TensorInfo]:
         """Yield what this rank reads, if runs are split as they were."""
@@ -217,7 +228,8 @@ def put_local(optimizer: Optimizer, each: LocalRun, tensors: Mapping[str, torch.
     """Add a run's tensors to its state, as they were saved, where its parameter is."""
     if tensors:
         device = each.run.parameter.device
-        optimizer.state[each.run.parameter].update({key: value.to(device, copy=True) for key, value in tensors.items()})
+        own = {key: value if key.endswith(CLASS) else value.to(device, copy=True) for key, value in tensors.items()}
+        optimizer.state[each.run.parameter].update(rebuilt(own))
         put_away(optimizer, each.run.parameter)
 
 

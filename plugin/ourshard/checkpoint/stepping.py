@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.optim import has_owners, put_away
 from ourshard.runtime.run import Run
-from ourshard.runtime.states import is_of_elements, problem_of_nested
+from ourshard.runtime.states import is_of_elements, problem_of_class, problem_of_nested
 
 from .local_state import SavedLocal
 from .portions import Portion
@@ -73,6 +73,7 @@ def take_state(
         gives = lead if portion.owner is None else portion.writes
         for key, value in (state or {}).items():
             _refuse_key(optimizer, key)
+            _refuse_state(optimizer, key, value, portion)
             if local and portion.flat and isinstance(value, torch.Tensor) and value.dim():
                 continue
             if portion.owner is not None and isinstance(value, torch.Tensor) and value.shape == portion.shape:
@@ -86,10 +87,8 @@ def take_state(
             elif isinstance(value, torch.Tensor) and not value.shape:
                 if gives:
                     boxes[TensorKey(key, portion.name)] = [LocalBox((), value.detach().cpu().clone())]
-            else:
-                _refuse_nested(optimizer, key, value, portion)
-                if gives:
-                    rest.setdefault(portion.name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+            elif gives:
+                rest.setdefault(portion.name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
     return rest
 
 
@@ -100,8 +99,9 @@ def _refuse_key(optimizer: Optimizer, key: Any) -> None:
         raise ValueError(f"{type(optimizer).__name__} has state of the name {key!r}, which a checkpoint uses")
 
 
-def _refuse_nested(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
-    problem = problem_of_nested(optimizer, key, value, portion.name) if portion.flat else None
+def _refuse_state(optimizer: Optimizer, key: str, value: Any, portion: Portion) -> None:
+    problem_of = problem_of_nested if portion.flat else problem_of_class
+    problem = problem_of(optimizer, key, value, portion.name)
     if problem is not None:
         raise ValueError(problem)
 
@@ -201,6 +201,7 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
                 yield f"{info.key} has shape {info.shape}, its parameter {portion.shape}"
     yield from cut_misfits(optimizers, [portion for portion in portions if portion.name in stepped], saved)
     yield from saved.local.misfits(optimizers)
+    saved.local.check_classes(optimizers)
 
 
 def cut_misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved: SavedState) -> Iterator[str]:

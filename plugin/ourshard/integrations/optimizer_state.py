@@ -24,7 +24,7 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import has_owners, put_away
 from ourshard.runtime.run import Run
-from ourshard.runtime.states import is_of_elements, problem_of_nested
+from ourshard.runtime.states import is_of_elements, problem_of_class, problem_of_nested
 from ourshard.runtime.wording import shorten
 
 State = dict[str, Any]
@@ -82,8 +82,8 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
     """
     pieces = list(_pieces(optimizer, engines))
     (local,) = all_keep_local(engines, [optimizer], "saving the optimizer whole")
+    _refuse_unsaved(optimizer, pieces, engines)
     mine = {piece.key: _scalars(optimizer, piece, local=local) for piece in pieces if _state(optimizer, piece)}
-    _refuse_nested(optimizer, pieces, mine, engines)
     told = _exchange(engines, (mine, [(piece.key, piece.group) for piece in pieces]))
     state: dict[str, State] = {}
     groups: list[dict[str, None]] = [{} for _ in optimizer.param_groups]
@@ -104,15 +104,15 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
     return {"state": state, "param_groups": param_groups, **beside}
 
 
-def _refuse_nested(
-    optimizer: Optimizer, pieces: Sequence[_Piece], mine: dict[str, State], engines: Sequence[Engine]
-) -> None:
-    """Raise ValueError on all ranks for tensors of one rank's rows that are in a list or dict."""
+def _refuse_unsaved(optimizer: Optimizer, pieces: Sequence[_Piece], engines: Sequence[Engine]) -> None:
+    """Raise ValueError on all ranks for state that has no place in a file."""
     problems = [
-        problem_of_nested(optimizer, key, value, piece.lane.name_of(piece.position))
+        (problem_of_nested if piece.flat else problem_of_class)(
+            optimizer, key, value, piece.lane.name_of(piece.position)
+        )
         for piece in pieces
-        if piece.flat
-        for key, value in mine.get(piece.key, {}).items()
+        if piece.run is not None
+        for key, value in _state(optimizer, piece).items()
     ]
     for engine in engines[:1]:
         engine.control.check(next((each for each in problems if each), None), "reading the optimizer's state")

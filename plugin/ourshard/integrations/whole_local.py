@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ourshard.checkpoint.local_state import LocalRun, layout_misfits, local_runs, put_local
 from ourshard.checkpoint.portions import ranks_of
+from ourshard.checkpoint.tensor_classes import check_classes
 from ourshard.runtime.engine import Engine
 
 Local = dict[str, dict[str, Any]]  # name of a run and a part -> state key -> that rank's tensor
@@ -50,9 +51,11 @@ def of_engine(local: Local, number: int) -> Local:
 
 
 def misfits(optimizer: Optimizer, engines: Sequence[Engine], local: Local) -> Iterator[str]:
-    """Yield why what was saved is not of this layout."""
+    """Yield why what was saved is not of this layout; raise CheckpointError if its classes are not here."""
     for number, engine in enumerate(engines):
         yield from layout_misfits(list(local_runs(engine, optimizer)), of_engine(local, number))
+    for tensors in local.values():
+        check_classes(tensors)
 
 
 def restore(optimizer: Optimizer, engines: Sequence[Engine], local: Local) -> None:

@@ -32,11 +32,19 @@ def states_of(optimizer: Optimizer, run: Run) -> Iterator[tuple[Column, torch.Te
 def is_laid_out(value: Any, numel: int) -> bool:
     """Say whether state of `numel` flat elements has a meaning with others alone: scales of blocks, codes, tables.
 
-    That is what has neither one value for each element nor one for all; and one byte for each, which is a code.
+    That is what has neither one value for each element nor one for all; one byte for each, which is a code; and tensors
+    of a class that stands for others.
     """
+    if stands_for_others(value):
+        return True
     if not isinstance(value, torch.Tensor) or value.numel() < 2:
         return False
     return tuple(value.shape) != (numel,) or (value.dtype.itemsize == 1 and value.dtype != torch.bool)
+
+
+def stands_for_others(value: Any) -> bool:
+    """Say whether a tensor is of a class that keeps its values in others, by torch's protocol, as those of torchao."""
+    return isinstance(value, torch.Tensor) and hasattr(type(value), "__tensor_flatten__")
 
 
 def problem_of_nested(optimizer: Optimizer, key: Any, value: Any, name: str) -> str | None:
@@ -53,14 +61,26 @@ def problem_of_nested(optimizer: Optimizer, key: Any, value: Any, name: str) -> 
     )
 
 
+def problem_of_class(optimizer: Optimizer, key: Any, value: Any, name: str) -> str | None:
+    """Return why state of a parameter that is stepped whole can't be saved: its class stands for others; else None."""
+    if not stands_for_others(value):
+        return None
+    return (
+        f"{type(optimizer).__name__} keeps {key!r} of {name!r}, which is stepped whole, in a {type(value).__name__}: "
+        "that is saved of rows alone. Use several ranks and stage 1 to 3, without `elementwise = False`, an optimizer "
+        "of 8 bits that keeps plain tensors, as those of bitsandbytes, or save the weights alone."
+    )
+
+
 def refuse_to_cut(optimizer: Optimizer, key: Any, value: Any, numel: int, *, why: str) -> None:
     """Raise ValueError if state of `numel` flat elements can't be cut where they are. `why` they are, with names."""
     nested = not isinstance(value, torch.Tensor) and is_of_elements(value)
     if nested or is_laid_out(value, numel):
         kind = type(optimizer).__name__
+        apart = f" Or let one rank step each parameter whole: set `{kind}.elementwise = False` before `prepare`."
         raise ValueError(
-            f"{kind} keeps {key!r} in a layout of its own, which can't be cut, but {why}. Or let one rank step each "
-            f"parameter whole: set `{kind}.elementwise = False` before `prepare`."
+            f"{kind} keeps {key!r} in a layout of its own, which can't be cut, but {why}."
+            f"{'' if stands_for_others(value) else apart}"
         )
 
 
