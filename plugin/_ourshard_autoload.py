@@ -34,6 +34,10 @@ HOOKS = {
     "transformers.modeling_utils": "register_transformers.pretrained_model",
     "peft.peft_model": "register_transformers.peft_model",
     "trl.generation.vllm_generation": "register_trl.vllm_generation",
+    "transformers.generation.continuous_batching.continuous_api": "register_generation.continuous_batching",
+    "huggingface_hub.hub_mixin": "savers.hub_mixin",
+    "diffusers.models.modeling_utils": "savers.diffusers_model",
+    "sentence_transformers.base.model": "savers.sentence_model",
 }
 
 # Of these, the one that `python -m` runs. It would be `__main__` then, which is made without a loader's hook.

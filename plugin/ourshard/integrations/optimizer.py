@@ -101,7 +101,8 @@ def refuse_strangers(optimizer: Optimizer) -> None:
     if strange:
         raise ValueError(
             f"The {type(optimizer).__name__} steps parameters of no model that was prepared: {strange}. Their "
-            "gradients stay on each rank, which would train them apart. Prepare the module that owns them."
+            "gradients stay on each rank, which would train them apart. Prepare the module that owns them; or "
+            "freeze it before the optimizer is made (`requires_grad_(False)`), if it is not to be trained."
         )
 
 

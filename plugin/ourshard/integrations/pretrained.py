@@ -42,12 +42,12 @@ def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
             "save_pretrained: distributed_checkpoint=True is torch FSDP's; leave it out, ourshard gathers."
         )
     _refuse_codes(model)
-    writers = _writers(model, arguments)
-    writes, dtype = _is_among(writers, model, arguments), save_dtype(model)
+    asked = writers(model, arguments)
+    writes, dtype = is_among(asked, model, arguments), save_dtype(model)
     state = None
-    if len(writers) > 1 or not _save_by_rows(save, model, arguments, writes, dtype):
+    if len(asked) > 1 or not _save_by_rows(save, model, arguments, writes, dtype):
         state = part_state(model, _LABEL, names=_adapter_names(model), dtype=dtype, keep=writes)
-    with _ending_together(model):
+    with ending_together(model):
         if writes and state is not None:
             save(model, **{**arguments, "state_dict": state, "is_main_process": True})
         if writes:
@@ -65,7 +65,7 @@ def _refuse_codes(model: Any) -> None:
         )
 
 
-def _ending_together(model: nn.Module) -> AbstractContextManager[None]:
+def ending_together(model: nn.Module) -> AbstractContextManager[None]:
     """Return what lets all ranks go on when the files are there, or raise; the next line may read them."""
     return nullcontext() if is_here(model, save_dtype(model)) else together(engines_in(model)[0], f"{_LABEL}: files")
 
@@ -94,7 +94,7 @@ def save_adapters(save: Save, model: Any, arguments: dict[str, Any]) -> None:
         )
     from ourshard.runtime.api import gathered
 
-    writes = _is_among(_writers(model, arguments), model, arguments)
+    writes = is_among(writers(model, arguments), model, arguments)
     outlines = _outlines(model)
     prompts = [part for part in (getattr(model, "prompt_encoder", None),) if isinstance(part, nn.Module)]
     with gathered([parameter for part in prompts for parameter in part.parameters()]):
@@ -116,7 +116,7 @@ def _is_whole(state: dict[str, Any] | None) -> bool:
     return state is not None and not any(isinstance(value, ShardParameter) for value in state.values())
 
 
-def _writers(model: nn.Module, arguments: dict[str, Any]) -> list[int]:
+def writers(model: nn.Module, arguments: dict[str, Any]) -> list[int]:
     """Return the ranks that write: where several would write the same folder on one host, the first does.
 
     Empty where nothing is gathered, so that this rank may be the only one that saves.
@@ -129,11 +129,11 @@ def _writers(model: nn.Module, arguments: dict[str, Any]) -> list[int]:
     return [rank for rank, said in enumerate(told) if said[0] and told.index(said) == rank]
 
 
-def _is_among(writers: list[int], model: nn.Module, arguments: dict[str, Any]) -> bool:
+def is_among(ranks: list[int], model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Return whether this rank writes."""
     if is_here(model, save_dtype(model)):
         return bool(arguments.get("is_main_process", True))
-    return engines_in(model)[0].control.rank in writers
+    return engines_in(model)[0].control.rank in ranks
 
 
 def _wait_for_files(model: nn.Module) -> None:

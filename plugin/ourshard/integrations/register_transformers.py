@@ -131,7 +131,7 @@ def _wrap_finding(cls: Any) -> None:
 
 def _wrap_saving(cls: Any, function: str) -> None:
     def saving(save: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_active():
+        if not is_active():
             return save(model, *args, **kwargs)
         from ourshard.integrations import pretrained
 
@@ -150,7 +150,7 @@ def peft_model(module: ModuleType) -> None:
         _refuse(cls, "save_pretrained", "peft", lost)
 
 
-def _is_active() -> bool:
+def is_active() -> bool:
     """Return whether any model of this process is sharded."""
     import sys
 
@@ -173,7 +173,7 @@ def _refuse(cls: type, name: str, package: str, lost: list[str]) -> None:
     """Let a method raise, while ourshard is on, that this version can't be worked under."""
 
     def refusing(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if switch.flag(switch.SWITCH) or _is_active():
+        if switch.flag(switch.SWITCH) or is_active():
             raise RuntimeError(seams.message(package, lost))
         return method(*args, **kwargs)
 
