@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -229,9 +228,7 @@ def _alone_on_cpus() -> bool:
     if not several or torch.accelerator.is_available() or PartialState._shared_state:
         return False
     if os.environ.get("LOCAL_RANK") == "0" and not os.environ.get("ACCELERATE_USE_CPU"):
-        warnings.warn(
-            "ourshard: no accelerator was found; the processes train together on CPUs, over gloo.", stacklevel=4
-        )
+        logger.warning("No accelerator was found: the processes train together on CPUs, over gloo.")
     return True
 
 
