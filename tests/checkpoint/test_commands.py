@@ -84,7 +84,9 @@ def test_every_writer_is_named_in_the_help_of_convert(capsys: pytest.CaptureFixt
         (["verify", "{ours}", "--against", "{ours}"], 0, "compared"),
         (["verify", "{ours}", "--against", "{other}"], 1, "differ, by up to"),
         (["verify", "{ours}", "--against", "{other}", "--tolerance", "100"], 0, "no faults"),
-        (["verify", "{ours}", "--tolerance", "-1"], 2, "never below 0"),
+        (["verify", "{ours}", "--tolerance", "-1"], 2, "0 or more"),
+        (["verify", "{ours}", "--against", "{ours}", "--tolerance", "nan"], 2, "0 or more"),  # nothing differs by more
+        (["verify", "{ours}", "--against-model", "1"], 2, "--against, which is not given"),
         (["nonsense"], 2, "No such command"),
         (["--version"], 0, "ourshard "),
     ],

@@ -298,6 +298,8 @@ def verify_command(
     Formats without hashes are checked as far as they go: headers, lengths, checksums of archives, no piece missing.
     """
     with _exit_codes(), detect(path, model=model) as source, _Bar("verifying", quiet=quiet or as_json) as bar:
+        if against is None and against_model is not None:
+            raise ValueError("--against-model chooses in the checkpoint of --against, which is not given")
         nbytes = sum(info.nbytes for info in source.tensors.values())
         bar.start(nbytes * (bool(values) + (against is not None)))
         other = detect(against, model=against_model) if against is not None else None

@@ -20,6 +20,8 @@ from typing import Protocol
 import psutil
 import torch
 
+from ourshard.runtime.wording import memory_text
+
 from . import view
 from .commit import put_in_place, refuse_others
 from .companions import strangers
@@ -258,8 +260,8 @@ def _budget(memory: int) -> int:
     taken = psutil.Process().memory_info().rss
     budget = (memory - taken) // 3
     if budget < MIN_BUDGET:
-        need = (taken + 3 * MIN_BUDGET) >> 20
-        raise ValueError(f"memory of {memory >> 20} MiB is too little: this process needs {need} MiB to begin with")
+        need = memory_text(taken + 3 * MIN_BUDGET)
+        raise ValueError(f"memory of {memory_text(memory)} is too little: this process needs {need} to begin with")
     return budget
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,8 @@ def verify(
     tolerance: the largest difference of two elements that still counts as equal; 0 compares bits. A damaged file is a
     finding, not an exception. `advance` is told the bytes that were read.
     """
-    if tolerance < 0:
-        raise ValueError(f"tolerance is {tolerance}: a difference is never below 0")
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance is {tolerance}: it has to be a finite number of 0 or more")
     findings: list[Finding] = []
     files = 0
     for name, problem in source.verify_files():
