@@ -421,8 +421,18 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             sent, known.by_lane = known.by_lane.sent, None
     for steps in _in_backward_of(optimizer):
         steps.after_step(optimizer)
+    _outdate_graphs(optimizer)
     for engine in engines_of(optimizer):
         engine.masters_changed([lane for lane in sent if lane.unit.engine is engine])
+
+
+def _outdate_graphs(optimizer: Optimizer) -> None:
+    """Let graphs that saved parameters from before a step raise in their backward, as torch does without sharding.
+
+    The step writes to masters; the whole parameters, which follow at their next gather, are what autograd knows.
+    """
+    stepped = [leaf for run in _runs_of(optimizer) for leaf in run.newly_stepped()]
+    torch.autograd.graph.increment_version(stepped)
 
 
 def show_gradients(optimizer: Optimizer) -> None:

@@ -44,6 +44,7 @@ class Run:
         "start",
         "stop",
         "uneven",
+        "version",
     )
 
     def __init__(self, lane: Lane, positions: list[int], optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -63,6 +64,7 @@ class Run:
         self.owner: int | None = None  # the rank of `lane.spread` that steps it whole: Note [Owners] in owners.py
         self.handed_out = False
         self.uneven = False  # gradients of some parameters were dropped since `hand_out`
+        self.version = self.parameter._version  # as torch counts what is written to it, when a step was last noted
         self.group = group
         self.optimizer = weakref.ref(optimizer)
 
@@ -70,6 +72,14 @@ class Run:
     def numel(self) -> int:
         """Count the elements of the tensor that is stepped: one where this rank has no rows."""
         return max(1, self.stop - self.start)
+
+    def newly_stepped(self) -> list[torch.Tensor]:
+        """Return the whole parameters if the optimizer wrote to the run since this was asked, or is about to."""
+        version = self.parameter._version
+        if version == self.version and self.lane.stepping is None:
+            return []
+        self.version = version
+        return [self.lane.leaves[position] for position in self.positions]
 
     def hand_out(self) -> None:
         """Set the run's gradient from the lane's; split where some parameters have one and others do not."""
