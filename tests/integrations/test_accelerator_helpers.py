@@ -84,3 +84,37 @@ def mean_seen(broadcast_buffers: bool) -> float:
 def test_buffers_are_each_ranks_own_where_ddp_is_told_not_to_broadcast_them(ranks):
     assert ranks(2)(mean_seen, True) == pytest.approx([1.0, 1.0])
     assert ranks(2)(mean_seen, False) == pytest.approx([1.0, 2.0])
+
+
+class Asking(torch.nn.Module):
+    """A module with queries of its own, which its `generate` reads beside a layer, as that of BLIP-2 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries = torch.nn.Parameter(torch.randn(40, 40))
+        self.layer = torch.nn.Linear(40, 40)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows) + self.queries.sum(0)
+
+    @torch.no_grad()
+    def generate(self, rows: torch.Tensor) -> torch.Tensor:
+        return self(self.layer(self.queries.expand(40, 40))) + rows
+
+
+def generate(shard: dict[str, Any] | None) -> list[float]:
+    from accelerate import Accelerator
+
+    quiet()
+    enable(shard)
+    model = Accelerator(cpu=True).prepare(Asking())
+    model(torch.ones(2, 40)).sum().backward()
+    found: list[float] = getattr(model, "module", model).generate(torch.ones(40)).flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_generate_of_a_model_may_read_parameters_that_it_has_itself(ranks, stage):
+    found = ranks(2)(generate, {"stage": stage, "persist_below": 0})
+    assert found[0] == found[1] == pytest.approx(ranks(2)(generate, None)[0])

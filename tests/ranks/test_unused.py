@@ -93,6 +93,20 @@ def test_a_branch_that_comes_to_life_on_one_rank_works_at_stage_3(ranks, config,
     ranks(2)(skip_a_tower, config, make, [[], [], [1], [0], [0, 1], [], [1]])
 
 
+def call_a_tower_alone() -> None:
+    """The ranks part in a forward; then all call a block of the tower by itself, as `generate` of some models does."""
+    both = pair({"stage": 3, "persist_below": 0, "wrap": {"classes": ["Block"]}}, Tower)
+    rows = part(joined(0))
+    for ranks_with in ([0], [1]):
+        both.sharded(rows, torch.tensor([dist.get_rank() in ranks_with] * len(rows))).sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(both.sharded.tower[0](rows), both.plain.tower[0](rows))  # type: ignore[index]
+
+
+def test_a_block_is_called_alone_after_a_forward_in_which_ranks_parted(ranks):
+    ranks(2)(call_a_tower_alone)
+
+
 class Branch(nn.Module):
     """A branch whose part of the loss some ranks leave out."""
 

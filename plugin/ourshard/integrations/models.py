@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -71,6 +73,7 @@ def shard_once(model: nn.Module, config: ShardConfig, accelerator: Any) -> None:
         if engine is not None and accelerator.ddp_handler is not None and not accelerator.ddp_handler.broadcast_buffers:
             engine.buffers.let_differ()
         _step_together_in_generate(module)
+        _be_whole_in_generate(module)
         watch_forward(module)
         if engine is not None and accelerator.is_main_process:
             print(engine.summary(), file=sys.stderr, flush=True)
@@ -88,6 +91,19 @@ def _step_together_in_generate(module: nn.Module) -> None:
     if engine is not None and any(unit.sharded for unit in engine.units):
         for part in module.modules():
             part._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def _be_whole_in_generate(module: nn.Module) -> None:
+    """Let `generate` read what a model has beside its modules, as BLIP-2 its queries: no forward is around it."""
+    for part in module.modules():
+        own = list(part.parameters(recurse=False))
+        if own and hasattr(part, "generate"):
+            part.generate = partial(_generate, own, part.generate)  # type: ignore[assignment, arg-type]
+
+
+def _generate(own: list[nn.Parameter], generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with api.gathered(own):
+        return generate(*args, **kwargs)
 
 
 def _differences(old: ShardConfig, new: ShardConfig) -> str:

@@ -108,12 +108,12 @@ class Schedule:
         while self._issued < len(self._plan):
             self._pass_by(self._plan[self._issued])
         self._control.confirm()
-        self.phase = None
+        self.phase = self._turns = None
 
     def abandon(self) -> None:
         """Leave a phase after an exception; what was recorded in it is forgotten."""
         self._abandoned = self._abandoned or self.phase is not None
-        self.phase = None
+        self.phase = self._turns = None
         self._control.withdraw()
 
     def forget(self) -> None:
