@@ -18,7 +18,7 @@ from ourshard.planning.trace import Trace
 from ourshard.runtime.disk import BLOCK
 from ourshard.runtime.inputs import LEAST_NBYTES
 
-from tests.unit.test_plan import BLOCKS, HALF, PARAMETERS, WIDTH, exact, fake_run, planner, rehearse
+from tests.unit.plan_models import BLOCKS, HALF, PARAMETERS, WIDTH, exact, fake_run, planner, rehearse
 
 CPU = {"optimizer": "cpu"}
 BOTH = {"optimizer": "cpu", "params": "cpu"}
