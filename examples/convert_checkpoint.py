@@ -67,7 +67,7 @@ def main() -> None:
     args = parse_args()
     checkpoint = newest(args.training / "checkpoints")
     told = detect(checkpoint).description
-    print(f"{checkpoint}: {told.world_size} process(es), stage {told.stage}, {told.step} steps.")
+    print(f"{checkpoint}: stage {told.stage}, {told.step} steps, world size {told.world_size}.")
     Console(width=160).print(convert_all(checkpoint, args.output_dir))
     model = args.output_dir / "safetensors"
     shutil.copy(args.training / "config.json", model)

@@ -110,7 +110,7 @@ def main() -> None:
         accelerator.load_state()  # the newest
         accelerator.project_configuration.iteration = progress.step // args.save_every  # so is the next one's number
         before, now = progress.losses[-1][0], accelerator.num_processes
-        accelerator.print(f"Going on after step {progress.step} on {now} process(es); the steps before had {before}.")
+        accelerator.print(f"Going on after step {progress.step}; processes now: {now}, in the steps before: {before}.")
 
     model.train()
     for batch in batches(loader, progress.step, accelerator):

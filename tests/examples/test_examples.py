@@ -105,7 +105,7 @@ def test_a_training_goes_on_with_another_number_of_processes_and_is_converted(tm
     whole = _run("train_and_resume", tmp_path / "one", *steps, "--max_steps", "4", processes=1)
     first = _run("train_and_resume", tmp_path / "some", *steps, "--max_steps", "2")
     second = _run("train_and_resume", tmp_path / "some", *steps, "--max_steps", "4", "--resume", processes=1)
-    assert "Going on after step 2 on 1 process(es); the steps before had 2." in second.stdout
+    assert "Going on after step 2; processes now: 1, in the steps before: 2." in second.stdout
     assert _steps(first.stdout) | _steps(second.stdout) == _steps(whole.stdout)
     assert sorted(_steps(whole.stdout)) == [1, 2, 3, 4]
     with pytest.raises(AssertionError, match="has checkpoints: go on from them with --resume"):
