@@ -26,6 +26,7 @@ from .agreeing import together
 from .io import DiskIO, write_file
 from .manifest import PARTIAL_NAMES, Manifest, load, merge
 from .sharded import is_of_a_node, read_manifest
+from .source import Description
 
 logger = logging.getLogger("ourshard")
 
@@ -46,6 +47,19 @@ class Disk:
         """Return the rank that writes the `number`-th thing that all `holders` have; one of them is on this disk."""
         here = [rank for rank in holders if rank in self.ranks]
         return here[number % len(here)]
+
+    def publish(self, final: Path, found: Description, engine: Engine, *, replace: bool, io: DiskIO) -> None:
+        """Put what these ranks have written in its place, with a manifest."""
+        temporary, axes = commit.temporary_of(final), (engine.mesh.replicate, engine.mesh.shard)
+        manifest = commit.assemble(
+            temporary,
+            found,
+            ranks=self.ranks,
+            mesh={axis.name: axis.size for axis in axes},
+            config=engine.config.to_dict(),
+            token=self.token,
+        )
+        commit.publish(temporary, final, manifest, replace=replace, io=io)
 
 
 _apart = False  # this rank did not see the last folder

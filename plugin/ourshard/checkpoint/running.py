@@ -102,16 +102,8 @@ def write(
     writer = ShardWriter(temporary, engine.mesh.world.rank, engine.mesh.world.size, io)
 
     def publish() -> None:
-        mesh = {axis.name: axis.size for axis in (engine.mesh.replicate, engine.mesh.shard)}
-        manifest = commit.assemble(
-            temporary, found, ranks=disk.ranks, mesh=mesh, config=engine.config.to_dict(), token=disk.token
-        )
-        commit.publish(temporary, final, manifest, replace=replace, io=io)
-        try:
-            if then is not None:
-                then()
-        except OSError as error:  # the checkpoint is there all the same
-            logger.error("%s is complete, but clearing up after it failed: %s", final, error)
+        disk.publish(final, found, engine, replace=replace, io=io)
+        _clear_up(final, then)
 
     label = f"save: {'staging' if background else 'writing'} {final.name}"
     try:
@@ -142,6 +134,14 @@ def write(
             publish=publish if lead else None,
             abandon=(lambda: commit.abandon(temporary, io)) if lead else None,
         )
+
+
+def _clear_up(final: Path, then: Callable[[], None] | None) -> None:
+    try:
+        if then is not None:
+            then()
+    except OSError as error:  # the checkpoint is there all the same
+        logger.error("%s is complete, but clearing up after it failed: %s", final, error)
 
 
 def _with_state_of_others(
@@ -326,11 +326,9 @@ def load(
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
             saved = SavedState.of(source, _match(source, portions), engine)
-            if source.description.is_adapter_alone:  # the base stays as the script has loaded it
-                portions = [each for each in portions if each.trained or each.name in saved.names]
-                buffers = [each for each in buffers if _buffer_key(source, each) is not None]
-            if not strict:
-                portions = [each for each in portions if each.name in saved.names]
+            alone = source.description.is_adapter_alone  # then the base stays as the script has loaded it
+            if alone or not strict:
+                portions = [each for each in portions if each.name in saved.names or (strict and each.trained)]
                 buffers = [each for each in buffers if _buffer_key(source, each) is not None]
             _refuse_misfits(
                 source, portions, buffers, concerned, saved, extra=with_extra_state(_model(engine)), strict=strict
