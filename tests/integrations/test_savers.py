@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
-from tests.integrations.trainer_runs import enable, llama, quiet
+from tests.integrations.trainer_runs import adapted, enable, llama, quiet
 
 pytestmark = pytest.mark.ranks
 
@@ -135,4 +135,38 @@ def saves_pieces(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.
 def test_a_model_of_a_transformer_and_other_modules_writes_all_of_them_whole(ranks, tmp_path):
     for saved, held in ranks(2)(saves_pieces, str(tmp_path / "model")):
         assert set(saved) == set(held)
+        assert all(torch.equal(value, held[name]) for name, value in saved.items())
+
+
+def saves_in_a_hook(kind: str, alone: bool, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Save a state with a hook that saves the model: on the first rank alone, as diffusers' examples do, or on all."""
+    import ourshard
+    from accelerate import Accelerator
+
+    quiet()
+    enable({**SHARD, "checkpoint": {"format": "full" if alone else "sharded"}})
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = accelerator.prepare(hub_class()() if kind == "hub" else adapted(llama(), kind))
+
+    def hook(found: list[Any], weights: list[Any], where: str) -> None:
+        if accelerator.is_main_process or not alone:
+            more = {} if kind == "hub" else {"is_main_process": accelerator.is_main_process}
+            accelerator.unwrap_model(found[0]).save_pretrained(f"{folder}/model", **more)
+        if weights:
+            weights.pop()
+
+    accelerator.register_save_state_pre_hook(hook)
+    accelerator.save_state(f"{folder}/state")
+    held = ourshard.full_state_dict(model)
+    name = "adapter_model" if kind == "lora" else "model"
+    saved = load_file(f"{folder}/model/{name}.safetensors")
+    return saved, {name.replace(".default.", "."): value for name, value in held.items()}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kind", [None, "lora", "hub"])
+def test_a_hook_of_save_state_may_save_models_on_one_rank_or_on_all(ranks, tmp_path, kind, alone):
+    for saved, held in ranks(2)(saves_in_a_hook, kind, alone, str(tmp_path)):
+        assert saved
         assert all(torch.equal(value, held[name]) for name, value in saved.items())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,18 @@ from ourshard.runtime.state import persistent
 Save = Callable[..., Any]
 
 _LABEL = "save_pretrained"
+_elsewhere = 0  # of models that are sharded, whose whole values other ranks hold, to save them
+
+
+@contextmanager
+def held_elsewhere(is_so: bool) -> Iterator[None]:
+    """Let saves of sharded models do nothing on this rank for a while, if it has not the values that are saved."""
+    global _elsewhere
+    _elsewhere += is_so
+    try:
+        yield
+    finally:
+        _elsewhere -= is_so
 
 
 def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
@@ -36,6 +48,8 @@ def save_pretrained(save: Save, model: Any, arguments: dict[str, Any]) -> None:
     """
     if _is_whole(arguments.get("state_dict")) or not engines_in(model):
         save(model, **arguments)
+        return
+    if _elsewhere:
         return
     if arguments.get("distributed_checkpoint"):
         raise ValueError(
@@ -65,6 +79,11 @@ def _refuse_codes(model: Any) -> None:
         )
 
 
+def saved_elsewhere() -> bool:
+    """Return whether other ranks have the values of sharded models, and save them: `held_elsewhere`."""
+    return _elsewhere > 0
+
+
 def ending_together(model: nn.Module) -> AbstractContextManager[None]:
     """Return what lets all ranks go on when the files are there, or raise; the next line may read them."""
     return nullcontext() if is_here(model, save_dtype(model)) else together(engines_in(model)[0], f"{_LABEL}: files")
@@ -86,6 +105,8 @@ def save_adapters(save: Save, model: Any, arguments: dict[str, Any]) -> None:
     """
     if _is_whole(arguments.get("state_dict")) or not engines_in(model):
         save(model, **arguments)
+        return
+    if _elsewhere:
         return
     if arguments.get("path_initial_model_for_weight_conversion") is not None:
         raise ValueError(

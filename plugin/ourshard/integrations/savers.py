@@ -47,7 +47,11 @@ def _wrap(module: ModuleType, name: str, method: str, ours: Callable[..., Any]) 
         from ourshard.runtime.part import engines_in
 
         sharded = is_active() and isinstance(model, nn.Module) and engines_in(model)
-        return ours(save, model, args, kwargs) if sharded else save(model, *args, **kwargs)
+        if not sharded:
+            return save(model, *args, **kwargs)
+        from ourshard.integrations.pretrained import saved_elsewhere
+
+        return None if saved_elsewhere() else ours(save, model, args, kwargs)
 
     setattr(cls, method, saving)
 

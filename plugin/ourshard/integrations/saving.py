@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,22 @@ from ourshard.checkpoint.sharded import FOLDER as SHARDED_FOLDER
 from ourshard.checkpoint.sharded import ShardedSource, is_ours
 from ourshard.checkpoint.source import CheckpointError
 from ourshard.config import CheckpointFormat
-from ourshard.integrations import foreign_resume, models, optimizer_state, planned_files, retention, stopping
+from ourshard.integrations import (
+    foreign_resume,
+    models,
+    optimizer_state,
+    planned_files,
+    pretrained,
+    retention,
+    stopping,
+)
 from ourshard.integrations.beside_files import FILES, files_problem, hashes_of
 from ourshard.integrations.optimizer import refuse_to_save_strangers
 from ourshard.integrations.planned_files import Outlines, Planned, Taken, plan_of
 from ourshard.integrations.retention import OPTIMIZER_FILE
 from ourshard.runtime import api
 from ourshard.runtime.graphs import let_go_of_graphs
+from ourshard.runtime.on_host import showing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _Base
@@ -159,8 +168,14 @@ class SavingMixin(_Base):
         if not engines:
             return super().save_state(output_dir, *args, **kwargs)
         limit = retention.limit_of(self.project_configuration, engines[0].config.checkpoint)
-        writing = together(engines[0], "save_state: whole models")
-        with self._keeping(), writing, self._gathering_for_files(), self._without_optimizers() as optimizers:
+        showing_whole, writing = self._showing_to_hooks(), together(engines[0], "save_state: whole models")
+        with (
+            self._keeping(),
+            writing,
+            self._gathering_for_files(),
+            self._without_optimizers() as optimizers,
+            showing_whole,
+        ):
             location = super().save_state(output_dir, *args, **kwargs)
         for number, optimizer in enumerate(optimizers):
             whole = optimizer_state.gather(optimizer.optimizer, engines, keep=self._writes_files)
@@ -223,11 +238,40 @@ class SavingMixin(_Base):
         handle = self.register_save_state_pre_hook(drop_sharded)
         self._sharded_states = ours
         try:
-            with self._gathering_for_files():
+            with self._gathering_for_files(), self._showing_to_hooks():
                 return super().save_state(output_dir, *args, **kwargs)
         finally:
             self._sharded_states = None
             handle.remove()
+
+    @contextmanager
+    def _showing_to_hooks(self) -> Iterator[None]:
+        """Let hooks of users find models whole on the ranks that write: many save them there, on the first rank alone.
+
+        What ranks without the values would save meanwhile, they don't: `held_elsewhere`.
+        """
+        hooks = self._save_model_state_pre_hook
+        if len(hooks) == (self._sharded_states is not None):  # ours alone
+            yield
+            return
+        with ExitStack() as stack:
+
+            def show(found: list[torch.nn.Module], weights: list[Any], where: str) -> None:
+                for model, state in zip(found, weights, strict=True):
+                    if models.engine_of(model) is not None:
+                        stack.enter_context(showing(models.inner(model), state))
+                        stack.enter_context(pretrained.held_elsewhere(not state))
+
+            def end(found: list[torch.nn.Module], weights: list[Any], where: str) -> None:
+                stack.close()
+
+            first, last = self.register_save_state_pre_hook(show), self.register_save_state_pre_hook(end)
+            hooks.move_to_end(first.id, last=False)
+            try:
+                yield
+            finally:
+                first.remove()
+                last.remove()
 
     def load_state(self, input_dir: str | None = None, *args: Any, strict: bool = True, **kwargs: Any) -> None:
         """Load what `save_state` wrote, here or under another engine, on any number of ranks. Collective.

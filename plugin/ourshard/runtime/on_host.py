@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,13 @@ def whole_on_host(
     Collective at its beginning, unless all is on this rank, and then no more. Without `keep` a rank takes part and
     its modules stay as they are. Values, names and dtypes are those of `part_state`; tied parameters stay one.
     """
-    state = part_state(module, label, names=names, dtype=dtype, keep=keep)
+    with showing(module, part_state(module, label, names=names, dtype=dtype, keep=keep)):
+        yield
+
+
+@contextmanager
+def showing(module: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Let `module` hold the values of a whole state, by its names, in place of its parameters; no collective."""
     shown: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
