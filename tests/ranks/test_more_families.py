@@ -1,6 +1,6 @@
 """More families than `test_families.py` has, each for what is odd in it, in the way that fits it. D01, D03, F12.
 
-They were chosen from 390 architectures of transformers 5.24 that were compared so, at five configs.
+They stand for 394 architectures of transformers 5.24 that were compared so once, at stages 1 and 3.
 """
 
 from __future__ import annotations
