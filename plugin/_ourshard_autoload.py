@@ -29,6 +29,7 @@ HOOKS = {
     "accelerate.commands.launch": "register.launch_command",
     "accelerate.state": "register.process_state",
     "accelerate.accelerator": "register.accelerator_class",
+    "accelerate.local_sgd": "register.local_sgd",
     "transformers.training_args": "register_transformers.training_arguments",
     "transformers.trainer": "register_transformers.trainer_class",
     "transformers.modeling_utils": "register_transformers.pretrained_model",

@@ -118,3 +118,24 @@ def generate(shard: dict[str, Any] | None) -> list[float]:
 def test_generate_of_a_model_may_read_parameters_that_it_has_itself(ranks, stage):
     found = ranks(2)(generate, {"stage": stage, "persist_below": 0})
     assert found[0] == found[1] == pytest.approx(ranks(2)(generate, None)[0])
+
+
+def parts_ranks(enabled: bool) -> str:
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    quiet()
+    enable({"stage": 3})
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(40, 40))
+    try:
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=enabled) as local:
+            local.step()
+    except ValueError as error:
+        return str(error)
+    return "fine"
+
+
+def test_local_sgd_is_refused_where_each_rank_steps_its_own_rows(ranks):
+    assert all("Pass enabled=False" in told for told in ranks(2)(parts_ranks, True))
+    assert ranks(2)(parts_ranks, False) == ["fine", "fine"]

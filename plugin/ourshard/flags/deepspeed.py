@@ -15,7 +15,6 @@ from ourshard.flags.files import load
 from ourshard.flags.fsdp import unsayable
 from ourshard.flags.language import Language, in_source, normalise
 from ourshard.flags.result import FlagResult, disagreement, merge
-from ourshard.runtime.wording import counted
 from ourshard.values import flatten
 
 DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
@@ -125,6 +124,8 @@ def _check_batch(result: FlagResult, world_size: int | None, source: str) -> Non
         return
     micro, steps, ranks = (int(factor) for factor in factors if factor is not None)
     if run.train_batch_size != micro * steps * ranks:
+        from ourshard.runtime.wording import counted  # every process that imports accelerate reads this file
+
         raise ValueError(
             f"{source}: train_batch_size {run.train_batch_size} is not train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x {counted(ranks, 'rank')} = {micro * steps * ranks}; leave "

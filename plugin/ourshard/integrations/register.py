@@ -110,6 +110,26 @@ def accelerator_class(module: ModuleType) -> None:
         cls.__new__ = _new(cls, missing)  # type: ignore[assignment,method-assign]
 
 
+def local_sgd(module: ModuleType) -> None:
+    """Let `LocalSGD` say of a sharded model that its ranks can't part, before it looks for DDP's methods."""
+    cls: Any = getattr(module, "LocalSGD", None)
+    if cls is None:
+        return
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, accelerator, *args, **kwargs)
+        if self.enabled and getattr(accelerator, "is_ourshard", False):
+            raise ValueError(
+                "LocalSGD lets each rank step whole parameters of its own and averages them from time to time; sharded, "
+                "a rank holds and steps its rows alone. Pass enabled=False (gradient_accumulation_steps communicates less "
+                "often, too), or train without ourshard."
+            )
+
+    cls.__init__ = __init__
+
+
 def _new(accelerator: type, missing: list[str]) -> staticmethod[..., Any]:
     """Return `Accelerator.__new__`: the one place where the class is chosen.
 
