@@ -122,9 +122,9 @@ def local_sgd(module: ModuleType) -> None:
         original(self, accelerator, *args, **kwargs)
         if self.enabled and getattr(accelerator, "is_ourshard", False):
             raise ValueError(
-                "LocalSGD lets each rank step whole parameters of its own and averages them from time to time; sharded, "
-                "a rank holds and steps its rows alone. Pass enabled=False (gradient_accumulation_steps communicates less "
-                "often, too), or train without ourshard."
+                "LocalSGD lets each rank step whole parameters of its own and averages them from time to time; "
+                "sharded, a rank holds and steps its rows alone. Pass enabled=False (gradient_accumulation_steps "
+                "communicates less often, too), or train without ourshard."
             )
 
     cls.__init__ = __init__
