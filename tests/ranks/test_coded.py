@@ -250,7 +250,7 @@ def uneven_machines() -> str:
     os.environ["LOCAL_WORLD_SIZE"] = "3" if dist.get_rank() < 3 else "1"
     with pytest.raises(ValueError, match=r"different numbers of ranks \(1 to 3\)"):
         shard_model(llama(), coded_gradients(3, "int8"))
-    with pytest.raises(ValueError, match="node_size: 3 does not divide the 4 ranks") as caught:
+    with pytest.raises(ValueError, match="node_size: 3 does not divide the shard size of 4 ranks") as caught:
         shard_model(llama(), {"communication": {"gradients": "int8", "node_size": 3}})
     return str(caught.value)
 
