@@ -20,7 +20,7 @@ import torch.distributed as dist
 from engines import ENGINES, Phases, Step
 from ourshard.planning.starts import start_seconds
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from works import work_named
+from works import Work, work_named
 
 
 def main() -> None:
@@ -60,13 +60,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     bypass_mask_builder()
     starts = of_each_rank(1e6 * start_seconds(device), device)
     work = work_named(options.work)
-    torch.manual_seed(0)
-    with device:
-        model = work.build()
-    phases = Phases([])
-    step = ENGINES[options.engine](model, work, phases)
-    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-    batches = [torch.randint(work.vocab, (work.batch, work.seq), device=device, generator=generator) for _ in range(4)]
+    step, phases = make_step(options.engine, work, device)
+    batches = make_batches(work, device, 4)
     loss = torch.zeros(())
     for index in range(options.warmup):
         loss = step(batches[index % 4])
@@ -105,6 +100,22 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     if options.profile:
         profile(step, batches, options.profile)
     return result
+
+
+def make_step(engine: str, work: Work, device: torch.device) -> tuple[Step, Phases]:
+    """Return a step of an engine on a model of its own, the same on all ranks, and where it marks its phases."""
+    torch.manual_seed(0)
+    with device:
+        model = work.build()
+    phases = Phases([])
+    return ENGINES[engine](model, work, phases), phases
+
+
+def make_batches(work: Work, device: torch.device, count: int) -> list[torch.Tensor]:
+    """Return random batches of this rank."""
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+    shape = (work.batch, work.seq)
+    return [torch.randint(work.vocab, shape, device=device, generator=generator) for _ in range(count)]
 
 
 def transport() -> str:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import ENGINES, Phases
+from engines import ENGINES
 from ourshard.runtime import timeline
 from rich.console import Console
 from rich.table import Table
-from run_one import bypass_mask_builder
+from run_one import bypass_mask_builder, make_step
 from works import WORKS
 
 
@@ -51,10 +51,7 @@ def trace(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, 
 
     bypass_mask_builder()
     work = WORKS[options.work]
-    torch.manual_seed(0)
-    with device:
-        model = work.build()
-    step = ENGINES[options.engine](model, work, Phases([]))
+    step, _ = make_step(options.engine, work, device)
     ids = torch.randint(work.vocab, (work.batch, work.seq), device=device)
     for _ in range(4):
         step(ids)

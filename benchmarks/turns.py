@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import ENGINES, Phases, Step
+from engines import ENGINES
 from ourshard.planning.starts import start_seconds
 from rich.console import Console
 from rich.table import Table
-from run_one import bypass_mask_builder, of_each_rank
+from run_one import bypass_mask_builder, make_batches, make_step, of_each_rank
 from works import Work, work_named
 
 
@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
     bypass_mask_builder()
     work = work_named(options.work)
     starts = of_each_rank(1e6 * start_seconds(device), device)
-    steps = {engine: make_step(engine, work, device) for engine in options.engines}
+    steps = {engine: alone(engine, work, device) for engine in options.engines}
     for step in steps.values():
         for _ in range(options.warmup):
             step()
@@ -86,15 +86,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str,
     ]
 
 
-def make_step(engine: str, work: Work, device: torch.device) -> Callable[[], torch.Tensor]:
+def alone(engine: str, work: Work, device: torch.device) -> Callable[[], torch.Tensor]:
     """Return a step of an engine on a model and a batch of its own."""
-    torch.manual_seed(0)
-    with device:
-        model = work.build()
-    phases = Phases([])
-    step: Step = ENGINES[engine](model, work, phases)
-    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
-    ids = torch.randint(work.vocab, (work.batch, work.seq), device=device, generator=generator)
+    step, phases = make_step(engine, work, device)
+    (ids,) = make_batches(work, device, 1)
 
     def run() -> torch.Tensor:
         phases.marks.clear()

@@ -17,6 +17,8 @@ from ourshard.checkpoint.io import Buffer, DiskIO
 from ourshard.checkpoint.source import BUFFER, PARAM, Source, TensorKey, detect
 from torch import nn
 
+from tests.same_examples import mean_losses
+
 pytestmark = pytest.mark.ranks
 
 WIDTH, BATCH = 13, 12  # odd; and examples of one step over all ranks, which divide by 1, 2, 3 and 4
@@ -78,19 +80,7 @@ def made(config: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> list[float]:
     """Train on the same examples whatever the number of ranks; `late` joins at step 2. Return the mean losses."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    losses = []
-    for step in which:
-        rows = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
-        loss = (model(rows, step >= 2) - rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told = loss.detach().clone()
-        if world > 1:
-            dist.all_reduce(told)
-        losses.append(told.item() / world)
-    return losses
+    return mean_losses(lambda rows, step: model(rows, step >= 2), optimizer, which, (BATCH, WIDTH))
 
 
 def save_all(root: str, names: Sequence[str]) -> dict[str, Any]:

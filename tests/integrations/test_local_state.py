@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.integrations.eight_bits import EightBits, OfClass
 from tests.integrations.test_saving import FULL
+from tests.same_examples import mean_losses
 
 pytestmark = pytest.mark.ranks
 
@@ -45,19 +45,7 @@ def made(config: dict[str, Any], kind: Any = EightBits, **changes: Any) -> Any:
 
 def steps(model: Any, optimizer: Any, which: range, side: bool = True) -> list[float]:
     """Train on the same examples on any number of ranks; return the losses of all of them."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    losses = []
-    for step in which:
-        rows = torch.randn(8, 13, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
-        loss = (model(rows, side) - rows).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told = loss.detach().clone()
-        if world > 1:
-            dist.all_reduce(told)
-        losses.append(told.item() / world)
-    return losses
+    return mean_losses(lambda rows, step: model(rows, side), optimizer, which, (8, 13))
 
 
 def goes_on(root: str, config: dict[str, Any], kind: Any = EightBits) -> dict[str, Any]:

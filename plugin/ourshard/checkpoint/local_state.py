@@ -24,6 +24,7 @@ import xxhash
 from torch.optim import Optimizer
 
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import put_away
 from ourshard.runtime.run import Run
 from ourshard.runtime.states import is_laid_out
@@ -84,16 +85,19 @@ class LocalRun:
 def local_runs(engine: Engine, optimizer: Optimizer) -> Iterator[LocalRun]:
     """Yield the runs that an optimizer steps in parts, in the order of the lanes, which is the same on all ranks."""
     for lane in engine.lanes():
-        runs = [run for run in lane.runs if run.owner is None and run.optimizer() is optimizer]
+        runs = _cut_runs(lane, optimizer)
         digest = places_digest(lane) if runs else ""
         for run in runs:
             yield LocalRun.of(run, digest)
 
 
+def _cut_runs(lane: Lane, optimizer: Optimizer) -> list[Run]:
+    return [run for run in lane.runs if run.owner is None and run.optimizer() is optimizer]
+
+
 def keeps_local(engines: Sequence[Engine], optimizer: Optimizer) -> bool:
     """Say whether this rank has state in a layout of the optimizer's own. Changes nothing and never fails."""
-    lanes = [lane for engine in engines for lane in engine.lanes()]
-    runs = [run for lane in lanes for run in lane.runs if run.owner is None and run.optimizer() is optimizer]
+    runs = [run for engine in engines for lane in engine.lanes() for run in _cut_runs(lane, optimizer)]
     return any(is_laid_out(value, run.numel) for run in runs for value in _tensors(optimizer, run).values())
 
 
