@@ -58,8 +58,11 @@ def test_where_nothing_fits_the_host_is_tried(llama: Path, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     assert "MiB of memory on the host of each node" in result.output
     assert read_document(load(output), "plan").config.offload.optimizer.value == "cpu"
-    fixed = CliRunner().invoke(app, [*arguments, "--set", "offload.optimizer=cpu,offload.params=cpu"])
+    more = ["--overwrite", "--set", "offload.optimizer=cpu,offload.params=cpu"]
+    fixed = CliRunner().invoke(app, [*arguments, *more])
+    assert fixed.exit_code == 0, fixed.output
     assert "stage 1" not in fixed.output  # nothing is added to what was asked for
+    assert read_document(load(output), "plan").config.offload.params.value == "cpu"  # where the first was written
 
 
 def test_all_ways_are_compared_where_that_is_asked(llama: Path) -> None:
