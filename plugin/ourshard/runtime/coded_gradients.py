@@ -49,7 +49,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ourshard.config import Codec, CommunicationConfig, OptimizerOver, ShardConfig
-from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.ledger import Kind
 
@@ -119,10 +118,9 @@ class GradientCoder:
         if self.residuals or not config.communication.error_feedback:
             return
         sizes = {axis.name: axis.size for axis in (mesh.shard, mesh.replicate, mesh.node, mesh.cross)}
-        with own_memory(mesh.device):
-            for site, numel in coded_numels(config, self._numel, sizes).items():
-                self.residuals[site] = torch.zeros(numel, device=mesh.device)
-                self._hold(4 * numel, Kind.RESIDUAL)
+        for site, numel in coded_numels(config, self._numel, sizes).items():
+            self.residuals[site] = torch.zeros(numel, device=mesh.device)
+            self._hold(4 * numel, Kind.RESIDUAL)
 
     def _encode(self, site: Site, values: torch.Tensor, out: torch.Tensor, parts: int = 1) -> None:
         seed = self._seed(site) if self.codec.stochastic else None

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ourshard.config import OptimizerOver, ShardConfig, Tier
-from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.ledger import Kind
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ class WaitingSum:
         if self._buffer is None and lane.offloaded:
             self._buffer = lane.take_host(numel)
         elif self._buffer is None:
-            with own_memory(lane.device):
-                self._buffer = torch.empty(numel, dtype=lane.store_dtype, device=lane.device)
+            self._buffer = torch.empty(numel, dtype=lane.store_dtype, device=lane.device)
             lane.hold(Kind.GRADIENT, self._buffer)
         return self._buffer
 

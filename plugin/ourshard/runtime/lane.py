@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
@@ -145,8 +144,7 @@ class Lane(DirectGradients):
         if reduce_next:
             buffer = self.unit.engine.in_flight.take(self.layout.numel, dtype, self.device)
         else:
-            with own_memory(self.device):
-                buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
         if self.unit.engine.ledger is not None:
             self.hold(self._arriving_kind, buffer)
         return buffer
@@ -296,8 +294,7 @@ class Lane(DirectGradients):
             if self._host_gradient is None:
                 self._host_gradient = self.take_host(self.master.numel())
             return self._host_gradient
-        with own_memory(self.device):
-            gradient = torch.empty_like(self.master)
+        gradient = torch.empty_like(self.master)
         self._hold_gradient(gradient.nbytes)
         return gradient
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ourshard.runtime.buffer import own_memory
 from ourshard.runtime.ledger import Kind, Ledger
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ class SecondaryShard:
         self._part = slice(axis.rank * numel, (axis.rank + 1) * numel)  # of the whole lane
         self._ledger = ledger
         self._coded: bool | None = None  # shows what a codec left of the masters; None: they have changed since
-        with own_memory(whole.device):
-            self.tensor = torch.empty(numel, dtype=whole.dtype, device=whole.device)
+        self.tensor = torch.empty(numel, dtype=whole.dtype, device=whole.device)
         if ledger is not None:
             ledger.hold(Kind.SECONDARY, self.tensor.nbytes)
 
