@@ -123,6 +123,21 @@ def test_mixed_precision_is_read_from_a_name_a_mapping_and_torchs_objects() -> N
         from_fsdp({"mixed_precision_policy": {"param_type": "bf16"}})
 
 
+def test_inputs_that_are_not_to_be_cast_are_refused_by_the_name_that_each_version_has() -> None:
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    old, new = "cast_root_forward_inputs", "cast_forward_inputs"
+    for version, policy, name in [
+        (1, MixedPrecision(cast_root_forward_inputs=False), old),
+        (2, MixedPrecisionPolicy(cast_forward_inputs=False), new),
+        (1, {old: False}, old),
+        (2, {new: False}, new),
+    ]:
+        with pytest.raises(ValueError, match=f"{name}: false is refused"):
+            from_fsdp({"fsdp_version": version, "mixed_precision_policy": policy})
+    assert said({"fsdp_version": 1, "mixed_precision_policy": {new: False, "param_dtype": "bf16"}})  # of inner modules
+
+
 def test_ignored_modules_are_names_and_patterns_are_refused() -> None:
     assert from_fsdp({"fsdp_ignored_modules": "vision.tower, head"}).config.wrap.ignore == ("vision.tower", "head")
     with pytest.raises(ValueError, match="pattern, which is refused"):

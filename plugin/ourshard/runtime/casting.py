@@ -1,20 +1,74 @@
-"""Casts of what goes into a model and comes out of it."""
+"""Casts of what goes into a model and comes out of it.
+
+Note [Where inputs are cast]
+Where no autocast casts for single operations, floating-point inputs are cast to `precision.param_dtype` where a call
+comes from outside: at the root, or at a module that is called on its own, in `gathered` too. Between the modules of a
+forward nothing is cast: a residual that a model keeps in float32 stays so.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+
+from ourshard.config import PrecisionConfig
+from ourshard.runtime.handle import Resting
+
+if TYPE_CHECKING:
+    from ourshard.runtime.engine import Engine
+
+
+class Casts:
+    """The dtypes of what goes into a model and comes out of it; None where it is left as it is."""
+
+    __slots__ = ("inputs_to", "outputs_to")
+
+    def __init__(self, precision: PrecisionConfig, cast_inputs: bool) -> None:
+        self.inputs_to = dtype_named(precision.param_dtype) if cast_inputs else None
+        self.outputs_to = dtype_named(precision.output_dtype)
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of a call from outside as they are to be, or None for as they are."""
+        if self.inputs_to is None:
+            return None
+        return cast(args, self.inputs_to), cast(kwargs, self.inputs_to)
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return the root's outputs as they are to be, or None for as they are."""
+        return None if self.outputs_to is None else cast(outputs, self.outputs_to)
+
+
+class CastsAlone:
+    """The casts of a module's inputs where it is called on its own: Note [Where inputs are cast].
+
+    A checkpoint around it runs that call again in backward, with the inputs as they were: they are cast again.
+    """
+
+    __slots__ = ("_alone", "_engine")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._alone = False  # the last call in no backward was
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        engine = self._engine
+        if engine.casts.inputs_to is None:
+            return None
+        if not engine.phase_is_backward:
+            self._alone = engine.forward_depth == 0
+        return engine.casts.inputs(args, kwargs) if self._alone else None
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with floating-point tensors in plain containers (and model outputs) cast to `dtype`.
+    """Return `value` with floating-point tensors in plain containers, dataclasses and model outputs cast to `dtype`.
 
-    A list or dict without any is returned itself: a forward may add to the one it was given.
+    A list, dict or dataclass without any is returned itself: a forward may add to the one it was given.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and not isinstance(value, nn.Parameter) else value
+        return value.to(dtype) if value.is_floating_point() and not isinstance(value, Resting) else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast(item, dtype) for item in value))
     if type(value) in (list, tuple):
@@ -28,7 +82,19 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         for key in list(value):
             if isinstance(value[key], (torch.Tensor, tuple, list, dict)):
                 value[key] = cast(value[key], dtype)
-    return value
+        return value
+    return _cast_fields(value, dtype) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
+    held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    fresh = {name: new for name, old in held.items() if (new := cast(old, dtype)) is not old}
+    if not fresh:
+        return value
+    made = copy.copy(value)
+    for name, new in fresh.items():
+        object.__setattr__(made, name, new)  # also where it is frozen
+    return made
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from ourshard.config import Accumulate, ShardConfig, Tier
-from ourshard.runtime.casting import cast, dtype_named
+from ourshard.runtime.casting import Casts, dtype_named
 from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer, hops_of
 from ourshard.runtime.control import Control
@@ -70,11 +70,10 @@ class Engine:
         self.mesh = mesh
         self.ledger = ledger
         self.chosen = ""  # what was measured of the links, and decided: Note [Measured links]
-        self.cast_small = cast_small
         self.param_dtype = dtype_named(config.precision.param_dtype)
         self.reduce_dtype = dtype_named(config.precision.reduce_dtype)
         self.master_dtype = dtype_named(config.precision.master_dtype) or torch.float32
-        self.output_dtype = dtype_named(config.precision.output_dtype)
+        self.casts = Casts(config.precision, cast_small)
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger, hops_of(config, mesh))
@@ -105,7 +104,7 @@ class Engine:
         self.used_alike = True  # all ranks used the same parameters in the last backward that synced
         self.replays = False  # the last forward was a graph's, which brings in what stays whole by itself
         self.replayed = 0  # how many were
-        self._forward_depth = 0
+        self.forward_depth = 0  # of the root, where it calls itself
         self._doors = 0  # modules that are called on their own and under way
         self.held: list[Unit] = []
         self.in_flight = InFlight(self.streams)
@@ -141,24 +140,24 @@ class Engine:
 
     @property
     def outside_of_forward(self) -> bool:
-        return not self._forward_depth and not self.phase_is_backward and not self.gathered_depth
+        return not self.forward_depth and not self.phase_is_backward and not self.gathered_depth
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Open the forward phase: the root's parameters become whole and stay so until the end of backward."""
-        if self._forward_depth and self._was_interrupted():
+        if self.forward_depth and self._was_interrupted():
             self.reset()
-        self._forward_depth += 1
-        if self._forward_depth > 1 or self.gathered_depth:
+        self.forward_depth += 1
+        if self.forward_depth > 1:
             return None
+        if self.gathered_depth:
+            return self.casts.inputs(args, kwargs)
         if not self._is_recomputed():
             self._open_forward()
         for unit in self.rooted:
             unit.require()
             unit.install()
             self.hold(unit)
-        if self.param_dtype is None or not self.cast_small:
-            return None
-        return cast(args, self.param_dtype), cast(kwargs, self.param_dtype)
+        return self.casts.inputs(args, kwargs)
 
     def _was_interrupted(self) -> bool:
         """Say whether the forward that is under way ended without a word: torch calls no hook for a Ctrl-C."""
@@ -170,7 +169,7 @@ class Engine:
         if self.phase_is_backward and torch._C._current_graph_task_id() == -1:
             logger.warning("The last backward ended in an exception: its gradients are dropped.")
             self.reset()
-            self._forward_depth = 1
+            self.forward_depth = 1
         return self.phase_is_backward
 
     def _open_forward(self) -> None:
@@ -211,12 +210,12 @@ class Engine:
 
     def end_forward(self, outputs: Any) -> Any:
         """Close the forward phase; what has no backward is released."""
-        self._forward_depth -= 1
-        if self._forward_depth:
+        self.forward_depth -= 1
+        if self.forward_depth:
             return None
         if self.gathered_depth:
             self.watch_gathered(outputs)
-            return None
+            return self.casts.outputs(outputs)
         has_backward = torch.is_grad_enabled() and hook_outputs(tensors_in(outputs), self.on_root_gradient)
         if not self.phase_is_backward:
             self.schedule.end()
@@ -229,12 +228,12 @@ class Engine:
                 self._release_held(self._held_before)
             if self.read_disk is not None and not torch.is_grad_enabled() and not self.schedule.joins:
                 self.read_disk.agree("the end of a forward without gradients")
-        return cast(outputs, self.output_dtype) if self.output_dtype else None
+        return self.casts.outputs(outputs)
 
     def forward_failed(self) -> None:
         """Clear away a forward that raised; a checkpoint ends its recomputation so, which is no failure."""
         if self.phase_is_backward:
-            self._forward_depth -= 1
+            self.forward_depth -= 1
         else:
             self.reset()
 
@@ -302,7 +301,7 @@ class Engine:
 
         It syncs as one of a forward outside would.
         """
-        if torch.is_grad_enabled() and not self._forward_depth and not self.phase_is_backward:
+        if torch.is_grad_enabled() and not self.forward_depth and not self.phase_is_backward:
             self.sync_backward = self.require_sync
             hook_outputs(tensors_in(outputs), self.on_gathered_gradient)
 
@@ -464,7 +463,7 @@ class Engine:
 
     def reset(self) -> None:
         """Make the model usable again after an exception in a forward or backward. Gradients are dropped."""
-        self._forward_depth = self._doors = 0
+        self.forward_depth = self._doors = 0
         self.phase_is_backward = False
         self.measuring.abandon()
         self.schedule.abandon()

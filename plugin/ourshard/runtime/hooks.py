@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ourshard.runtime.casting import CastsAlone
+
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
     from ourshard.runtime.unit import Call, Unit
@@ -209,6 +211,7 @@ class UnitHooks:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._casts = CastsAlone(unit.engine)
         self._forwards = 0
         self._keepers: dict[tuple[nn.Module, str], None] = {}
 
@@ -218,12 +221,18 @@ class UnitHooks:
         self._unit.engine.own_hooks |= {handle.id, module.register_forward_hook(after).id}
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = self._unit
-        engine = unit.engine
+        engine = self._unit.engine
+        given = self._casts.inputs(args, kwargs)
         if engine.gathered_depth:
-            return None
+            return given
         if not engine.forward_has_grad and self._is_alone():
             engine.open_door((engine.root,))
+        return self._enter(*given or (args, kwargs)) or given
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the unit whole, and return its arguments with their boundary, or None for as they are."""
+        unit = self._unit
+        engine = unit.engine
         recomputing = unit.running
         unit.before_forward()
         if not torch.is_grad_enabled():
@@ -322,16 +331,18 @@ class DoorHooks:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._casts = CastsAlone(engine)
 
     def attach(self, module: nn.Module) -> None:
         before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
-        handle = module.register_forward_pre_hook(before, prepend=True)
+        handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._engine.own_hooks |= {handle.id, module.register_forward_hook(after).id}
 
-    def before_forward(self, module: nn.Module, args: Any) -> None:
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._engine.outside_of_forward:
             self._engine.read_sync()
             self._engine.open_door(self._engine.rooted)
+        return self._casts.inputs(args, kwargs)
 
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._engine.outside_of_forward:

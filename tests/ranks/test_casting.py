@@ -1,0 +1,127 @@
+"""Inputs and outputs meet the dtype of the weights wherever a call comes from outside, without Accelerate too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks.nets import WIDTH, Block, Toy
+from tests.ranks.pairs import pair
+
+pytestmark = pytest.mark.ranks
+
+HALF = {"precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, "persist_below": 0}
+ROWS = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What some scripts hand to their models; `number` is left as it is."""
+
+    rows: torch.Tensor
+    number: int = 1
+
+
+class OfBatches(Toy):
+    def forward(self, batch: Batch) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch.rows)
+
+
+class WideBlock(Block):
+    """Adds to a residual in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return x + super().forward(x.to(torch.bfloat16)).float()
+
+
+class KeepsWide(Toy):
+    """Keeps its residual in float32, and casts where it meets weights, as some state space models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WideBlock() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).float()
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x.to(torch.bfloat16))
+
+
+CALLS: dict[str, Any] = {
+    "the whole": lambda model, rows: model(rows),
+    "by keyword": lambda model, rows: model(x=rows),
+    "a parameter": lambda model, rows: model(nn.Parameter(rows)),
+    "a unit": lambda model, rows: model.blocks[1](rows),
+    "a module of the root": lambda model, rows: model.first(rows),
+    "all modules, one by one": lambda model, rows: model.last(model.blocks[0](model.first(input=rows))),
+    "a recomputed unit": lambda model, rows: checkpoint(model.blocks[1], rows, use_reentrant=False),
+}
+
+
+def train_by(config: dict[str, Any], call: str) -> None:
+    """Compare outputs and gradients of a sharded model, given float32, with a model of 16 bits, given 16 bits."""
+    both = pair(config, make=Toy)
+    both.plain.to(torch.bfloat16)
+    expected, outputs = CALLS[call](both.plain, ROWS.to(torch.bfloat16)), CALLS[call](both.sharded, ROWS)
+    assert outputs.dtype == torch.bfloat16
+    assert torch.equal(expected, outputs)
+    for each in (expected, outputs):
+        each.pow(2).sum().backward()
+    both.assert_same_gradients(0)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_floats_given_from_outside_are_cast(ranks, stage, call):
+    ranks(2)(train_by, {"stage": stage, **HALF}, call)
+
+
+def call_whole(stage: int) -> None:
+    """A forward in `gathered` takes what a forward outside takes, and gives what it gives."""
+    import ourshard
+
+    precision = {**HALF["precision"], "output_dtype": "float32"}
+    model = ourshard.shard_model(Toy(), {"stage": stage, **HALF, "precision": precision})
+    with torch.no_grad():
+        outside = model(ROWS)
+        alone = model.blocks[1](ROWS)
+        with ourshard.gathered(model):
+            assert torch.equal(model(ROWS), outside)
+            assert torch.equal(model.blocks[1](ROWS), alone)
+    assert outside.dtype == torch.float32
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_in_gathered_casts_as_one_outside(ranks, stage):
+    ranks(2)(call_whole, stage)
+
+
+def give_a_batch() -> None:
+    import ourshard
+
+    model, plain = ourshard.shard_model(OfBatches(), {"stage": 3, **HALF}), Toy().to(torch.bfloat16)
+    batch = Batch(ROWS)
+    assert torch.equal(model(batch), plain(ROWS.to(torch.bfloat16)))
+    assert batch.rows is ROWS
+
+
+def test_floats_in_dataclasses_are_cast_in_a_copy(ranks):
+    ranks(2)(give_a_batch)
+
+
+def keep_wide() -> None:
+    import ourshard
+
+    model, plain = ourshard.shard_model(KeepsWide(), {"stage": 3, **HALF}), KeepsWide().to(torch.bfloat16)
+    assert torch.equal(model(ROWS), plain(ROWS.to(torch.bfloat16)))
+
+
+def test_what_a_model_keeps_wide_between_units_stays_wide(ranks):
+    ranks(2)(keep_wide)
