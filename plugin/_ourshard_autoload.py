@@ -66,7 +66,7 @@ def _disabled() -> bool:
 
 def _says_yes(name: str) -> bool:
     """Read a switch of the environment as `ourshard.integrations.switch.flag` does, without importing it."""
-    return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+    return os.environ.get(name, "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def _let_ranks_restart() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 
 import pytest
+from ourshard.integrations import launcher, switch
 
 from tests.commands import run_cli
 
@@ -51,6 +53,18 @@ def test_hooked_modules_show_no_trace_of_the_hook():
 def test_ourshard_disable_turns_all_off():
     lines = ("import torch, ourshard, sys", HOOKED, "print(hooked, 'ourshard.integrations' in sys.modules)")
     assert python(*lines, env={"OURSHARD_DISABLE": "1", "ACCELERATE_USE_OURSHARD": "true"}) == "False False"
+    assert python(*lines[:2], "print(hooked)", env={"OURSHARD_DISABLE": "y"}) == "False"  # a word of accelerate's
+
+
+def test_ourshard_disable_that_says_neither_yes_nor_no_is_refused_where_ourshard_is_asked_for(monkeypatch):
+    monkeypatch.setenv("OURSHARD_DISABLE", "ja")
+    assert not switch.asked_for({})
+    monkeypatch.setenv(switch.SWITCH, "true")
+    with pytest.raises(ValueError, match="OURSHARD_DISABLE is 'ja' in the environment; write true or false"):
+        switch.asked_for({})
+    launch = Namespace(use_fsdp=False, use_deepspeed=False)
+    with pytest.raises(ValueError, match="OURSHARD_DISABLE is 'ja'"):
+        launcher.prepare_multi_gpu_env(lambda _: {}, launch)
 
 
 def test_without_autoload_an_import_of_ourshard_is_enough():

@@ -17,7 +17,7 @@ from ourshard.flags.sources import for_environment, from_environment
 from ourshard.flags.translate import elsewhere
 from ourshard.integrations.cluster_config import Section
 from ourshard.integrations.notes import say_once
-from ourshard.integrations.switch import ACCUMULATION, GRADIENT_CLIPPING, SWITCH, ConfigError, flag
+from ourshard.integrations.switch import ACCUMULATION, DISABLE, GRADIENT_CLIPPING, SWITCH, ConfigError, flag
 from ourshard.runtime.wording import counted
 
 logger = logging.getLogger("ourshard")
@@ -123,6 +123,8 @@ def _wanted(args: Namespace) -> FlagResult | None:
     elif flag(SWITCH):
         sources = []
     else:
+        return None
+    if flag(DISABLE):
         return None
     try:
         if args.use_fsdp:

@@ -39,8 +39,8 @@ class ConfigError(ValueError, SystemExit):
         self.code = message
 
 
-_YES = ("1", "true", "yes", "on")
-_NO = ("", "0", "false", "no", "off")
+_YES = ("1", "true", "t", "yes", "y", "on")  # accelerate's own words
+_NO = ("", "0", "false", "f", "no", "n", "off")
 
 
 def flag(name: str, environment: Mapping[str, str] | None = None) -> bool:
@@ -58,11 +58,12 @@ def flag(name: str, environment: Mapping[str, str] | None = None) -> bool:
 def asked_for(arguments: Mapping[str, Any]) -> bool:
     """Return whether `Accelerator(**arguments)` is to be ours."""
     handlers = arguments.get("kwargs_handlers") or ()
-    return (
+    asked = (
         arguments.get("ourshard_plugin") is not None
         or flag(SWITCH)
         or any(getattr(handler, "is_ourshard_plugin", False) for handler in handlers)
     )
+    return asked and not flag(DISABLE)  # what is no word for yes or no, the hooks take for no: `flag` refuses it
 
 
 def say_idle_variables() -> None:
