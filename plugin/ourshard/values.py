@@ -58,6 +58,9 @@ _MANY = 60  # names; more would hide what is wrong
 # Keys of Accelerate's config file that are taken for ours
 _ACCELERATES = ("mixed_precision", "num_processes", "num_machines", "machine_rank", "use_cpu", "distributed_type")
 
+# Values that keys of the same kind take and this one refuses, with its reason: no list of what it takes has them
+_NOT_TAKEN = {("communication.weights", "int4"), ("communication.gradients", "fp8"), ("offload.activations", "nvme")}
+
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the closest of `names`, or all, if they are few, when none is close."""
@@ -146,7 +149,8 @@ def _convert_enum(hint: type[Enum], value: Any, key: str) -> Enum:
     text = "none" if value is None else str(value).lower()
     known = [str(member.value) for member in hint]
     if text not in known:
-        raise ValueError(f"{key}: {value!r} is not one of {', '.join(known)}.")
+        taken = [name for name in known if (key, name) not in _NOT_TAKEN]
+        raise ValueError(f"{key}: {value!r} is not one of {', '.join(taken)}.")
     return hint(text)
 
 

@@ -47,6 +47,22 @@ def test_a_key_on_the_wrong_side_of_ourshard_config_is_named():
         read_document({"distributed_type": "OURSHARD", "ourshard": {"stage": 2}}, "c.yaml")
 
 
+@pytest.mark.parametrize(
+    ("key", "refused", "listed"),
+    [
+        ("communication.gradients", "fp8", "none, int8, int4, auto"),
+        ("communication.weights", "int4", "none, int8, fp8, auto"),
+        ("offload.activations", "nvme", "none, cpu"),
+    ],
+)
+def test_a_list_of_what_a_key_takes_has_nothing_that_it_refuses(key: str, refused: str, listed: str) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ValueError, match=f"{key}: 'fp16' is not one of {listed}\\."):
+        ShardConfig.from_dict({section: {name: "fp16"}})
+    with pytest.raises(ValueError, match=f"{key}: {refused} "):
+        ShardConfig.from_dict({section: {name: refused}})
+
+
 @pytest.mark.parametrize("said", ["OURSHRAD", "ourshard"])
 def test_a_distributed_type_that_is_almost_ours_is_named(tmp_path: Path, said: str) -> None:
     path = tmp_path / "c.yaml"
