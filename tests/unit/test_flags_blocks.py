@@ -45,9 +45,27 @@ def test_adam_decouples_weight_decay_as_deepspeeds_does() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "settings", "decay"),
+    [
+        ("AdamW", {}, 0.0),
+        ("Adam", {}, 0.0),
+        ("AdamW", {"weight_decay": 0.1}, 0.1),
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"adam_w_mode": False}, 0),
+    ],
+)
+def test_a_weight_decay_that_the_block_leaves_out_is_deepspeeds(
+    name: str, settings: dict[str, Any], decay: float
+) -> None:
+    assert build_optimizer({"type": name, "params": settings}, parameters()).defaults["weight_decay"] == decay
+
+
+@pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"type": "OneBitAdam"}, r"torch has no optimizer 'OneBitAdam'"),
+        ({"type": "OneBitAdam"}, r"torch has no optimizer 'OneBitAdam'; .*write AdamW, and communication.gradients"),
+        ({"type": "DeepSpeedCPUAdam"}, r"'DeepSpeedCPUAdam'; write AdamW; offload.optimizer: cpu"),
+        ({"type": "Lamb"}, r"torch has no optimizer 'Lamb'; build it in the script"),
         ({"type": "AdamW", "params": {"epsilon": 1e-8}}, "unknown argument 'epsilon'"),
         ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "gradient_clipping beside the block"),
     ],
@@ -84,6 +102,8 @@ def test_schedulers_that_are_not_built_here_and_missing_totals_are_refused() -> 
         build_scheduler({"type": "OneCycle"}, optimizer)
     with pytest.raises(ValueError, match="WarmupDecayLR needs total_num_steps"):
         build_scheduler({"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}, optimizer)
+    with pytest.raises(ValueError, match=r"warmup_type 'cosine' is not known.*one of log, linear"):
+        build_scheduler({"type": "WarmupLR", "params": {"warmup_type": "cosine"}}, optimizer)
     with pytest.raises(ValueError, match=r"unknown argument 'warmup_steps'.*'warmup_num_steps'"):
         build_scheduler({"type": "WarmupLR", "params": {"warmup_steps": 2}}, optimizer)
 

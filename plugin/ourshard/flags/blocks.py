@@ -17,13 +17,25 @@ if TYPE_CHECKING:
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-_DROPPED = ("torch_adam", "fp32_optimizer_states")  # which of DeepSpeed's own classes to take
+_DROPPED = ("fp32_optimizer_states",)  # how DeepSpeed's own class keeps its state
+_CODED = (
+    "it sends coded momenta, which nothing here does; write AdamW, and communication.gradients: int8 in "
+    "ourshard_config to send less."
+)
+_OTHERS: Mapping[str, str] = {  # what to do instead of the optimizers that DeepSpeed brings along
+    "onebitadam": _CODED,
+    "zerooneadam": _CODED,
+    "onebitlamb": _CODED,
+    "deepspeedcpuadam": "write AdamW; offload.optimizer: cpu is what steps it on the host.",
+    "fusedadam": "write AdamW.",
+}
 
 
 def build_optimizer(block: Mapping[str, Any], parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """Build the optimizer of a block `{"type": ..., "params": {...}}` over `parameters` or parameter groups.
 
-    As in DeepSpeed, `Adam` decouples weight decay (it is AdamW) unless `adam_w_mode` is false.
+    As in DeepSpeed, `Adam` decouples weight decay (it is AdamW) unless `adam_w_mode` is false, and what the block does
+    not say is as its own class has it, or torch's with `torch_adam`: they decay by 0 and by 0.01.
 
     Raises:
         ValueError: torch has no optimizer of that name, or it takes no such argument.
@@ -37,10 +49,10 @@ def build_optimizer(block: Mapping[str, Any], parameters: Iterable[Any]) -> torc
         name = "adamw"
     settings.pop("adam_w_mode", None)
     if name not in known:
-        raise ValueError(
-            f"optimizer.type: torch has no optimizer {block.get('type')!r}; build it in the script and leave the block "
-            f"out.{nearest(name, known)}"
-        )
+        instead = _OTHERS.get(name) or f"build it in the script and leave the block out.{nearest(name, known)}"
+        raise ValueError(f"optimizer.type: torch has no optimizer {block.get('type')!r}; {instead}")
+    if not settings.pop("torch_adam", False) and name == "adamw":
+        settings.setdefault("weight_decay", 0.0)
     cls = getattr(optim, known[name])
     _check_arguments(f"optimizer.params ({known[name]})", settings, cls)
     if isinstance(settings.get("betas"), list):
@@ -90,12 +102,18 @@ def build_scheduler(block: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
     unknown = [key for key in settings if key not in _SCHEDULES[name]]
     if unknown:
         raise ValueError(f"scheduler.params: unknown argument {unknown[0]!r}.{nearest(unknown[0], _SCHEDULES[name])}")
+    if settings["warmup_type"] not in _RAMPS:
+        raise ValueError(
+            f"scheduler.params: warmup_type {settings['warmup_type']!r} is not known, and DeepSpeed would take it for "
+            f"log; write one of {', '.join(_RAMPS)}."
+        )
     if settings.get("total_num_steps", 0) is None:
         raise ValueError(f"scheduler.params: {name} needs total_num_steps, the number of optimizer steps.")
     groups = [group["lr"] for group in optimizer.param_groups]
     return LambdaLR(optimizer, [_Factor(name, settings, base) for base in groups])
 
 
+_RAMPS = ("log", "linear")
 _SCHEDULES: Mapping[str, Mapping[str, Any]] = {  # the types, with DeepSpeed's defaults; None: no default
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},
     "WarmupDecayLR": {
