@@ -147,9 +147,37 @@ def test_a_path_beside_a_device_that_is_no_disk_is_noted_as_inactive() -> None:
     assert any("offload_param.nvme_path: inactive" in note for note in result.notes)
 
 
-def test_offloaded_parameters_need_stage_3() -> None:
-    with pytest.raises(ValueError, match=r"offload.params needs stage 3; stage 2"):
-        from_deepspeed({"zero_stage": 2, "offload_param_device": "cpu"})
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload_param": {"device": "cpu"}},
+        {"offload_param": {"device": "nvme", "nvme_path": "/a", "pin_memory": False}},
+        {"cpu_offload_params": True},
+        {"stage3_param_persistence_threshold": 10_000},
+        {"zero_hpz_partition_size": 8},
+        {"zero_quantized_weights": True},
+        {"zero_quantized_gradients": True},
+        {"mics_shard_size": 4},
+        {"mics_hierarchical_params_gather": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_deepspeed_reads_at_stage_3_alone_is_inactive_below_it(stage: int, settings: dict[str, Any]) -> None:
+    result = from_deepspeed(zero(stage=stage, **settings))
+    assert result.config == ShardConfig(stage=stage)
+    assert any(f"at stage 3 alone, and the stage is {stage}" in note for note in result.notes), result.notes
+
+
+def test_a_key_of_stage_3_that_asks_for_nothing_is_not_noted_below_it() -> None:
+    result = from_deepspeed({"zero_stage": 2, "offload_param_device": "none", "offload_optimizer_device": "cpu"})
+    assert (result.config.offload.optimizer.value, result.notes) == ("cpu", ())
+    assert from_deepspeed(zero(stage=1, zero_hpz_partition_size=1, zero_quantized_weights=False)).notes == ()
+
+
+def test_offloaded_parameters_need_stage_3_where_nobody_says_the_stage() -> None:
+    with pytest.raises(ValueError, match=r"offload.params needs stage 3; stage 2.*Accelerate's default is 2"):
+        from_deepspeed({"offload_param_device": "cpu"})
 
 
 def test_zeropp_becomes_codecs_and_a_second_shard() -> None:
@@ -288,7 +316,6 @@ sayable = st.fixed_dictionaries(
             [{"param_dtype": "bf16", "reduce_dtype": "fp32"}, {"master_dtype": "bf16"}, {"master_dtype": "fp16"}]
         ),
         "prefetch": st.just({"forward": 0, "backward": 0}),
-        "communication": st.sampled_from([{"weights": "int8"}, {"gradients": "int4"}]),
         "ledger": st.booleans(),
     },
 )  # fmt: skip
@@ -309,7 +336,9 @@ def test_stage_3_alone_is_said_with_its_own_keys() -> None:
     assert notes == ()
     assert raw["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert from_deepspeed(raw).config == config
-    copies = ShardConfig(shard_size=8).replace(communication={"two_hop_gathers": True})
+    copies = ShardConfig(shard_size=8).replace(
+        communication={"two_hop_gathers": True, "weights": "int8", "gradients": "int4"}
+    )
     raw, notes = to_deepspeed(copies)
     assert (from_deepspeed(raw).config, notes) == (copies, ())
 
@@ -330,6 +359,12 @@ def test_what_deepspeed_cannot_say_is_noted() -> None:
         "reshard_after_forward",
         "communication.weights",
     }
+
+
+def test_what_deepspeed_would_not_read_below_stage_3_is_not_written_there() -> None:
+    raw, notes = to_deepspeed(ShardConfig(stage=2).replace(communication={"gradients": "int4"}))
+    assert "zero_quantized_gradients" not in raw["zero_optimization"]
+    assert [note.partition(":")[0] for note in notes] == ["communication.gradients"]
 
 
 def test_each_key_has_one_verdict_and_a_reason() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ourshard.config import ShardConfig
+from ourshard.config import CommunicationConfig, ShardConfig
 from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, ZERO
 from ourshard.flags.files import load
 from ourshard.flags.fsdp import unsayable
@@ -180,10 +180,15 @@ def _zero(config: ShardConfig) -> dict[str, Any]:
         zero["zero_hpz_partition_size"] = config.secondary_shard_size
     if isinstance(config.shard_size, int) and config.stage == 3:
         zero["mics_shard_size"] = config.shard_size
-    if config.communication.two_hop_gathers:
-        zero["mics_hierarchical_params_gather"] = True
-    if config.communication.weights.value == "int8":
-        zero["zero_quantized_weights"] = True
-    if config.communication.gradients.value == "int4":
-        zero["zero_quantized_gradients"] = True
+    if config.stage == 3:  # where DeepSpeed reads them
+        zero |= _said_of_communication(config.communication)
     return zero
+
+
+def _said_of_communication(communication: CommunicationConfig) -> dict[str, Any]:
+    said = {
+        "mics_hierarchical_params_gather": communication.two_hop_gathers,
+        "zero_quantized_weights": communication.weights.value == "int8",
+        "zero_quantized_gradients": communication.gradients.value == "int4",
+    }
+    return {key: True for key, value in said.items() if value}

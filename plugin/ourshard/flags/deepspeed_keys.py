@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ourshard.flags.language import Flag, Kind, Outcome, idle, mapped, refused
+from ourshard.flags.language import Flag, Kind, Outcome, Reader, idle, mapped, refused
 from ourshard.values import nearest
 
 _LARGEST_SCALE = 2.0**128  # torch's scaler holds it in fp32
@@ -18,12 +18,31 @@ _LARGEST_SCALE = 2.0**128  # torch's scaler holds it in fp32
 BOOL, INT, FLOAT, TEXT, NAMES, ANY = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.TEXT, Kind.NAMES, Kind.ANY
 
 
-def _when(values: Mapping[str, Any]) -> Any:
+_STAGE = "zero_optimization.stage"
+
+
+def _at_stage_3(read: Reader) -> Reader:
+    """Let a key count where DeepSpeed looks at it: below stage 3, if the stage is said beside it, it does not."""
+
+    def reader(value: Any, said: Mapping[str, Any]) -> Outcome:
+        outcome, stage = read(value, said), said.get(_STAGE, 3)
+        if stage >= 3 or all(setting == "none" for setting in outcome.values.values()):
+            return outcome
+        return Outcome(note=f"inactive: DeepSpeed reads it at stage 3 alone, and the stage is {stage}.")
+
+    return reader
+
+
+def _set(target: str) -> Reader:
+    return lambda value, _: Outcome({target: value})
+
+
+def _when(values: Mapping[str, Any]) -> Reader:
     """Return a reader that says `values` when the flag is true, and nothing when it is false."""
     return lambda value, _: Outcome(values if value else {})
 
 
-def _read_device(target: str) -> Any:
+def _read_device(target: str) -> Reader:
     def read(value: str, said: Mapping[str, Any]) -> Outcome:
         known = ("none", "cpu", "nvme")
         if value.lower() not in known:
@@ -33,7 +52,7 @@ def _read_device(target: str) -> Any:
     return read
 
 
-def _read_nvme_path(device: str) -> Any:
+def _read_nvme_path(device: str) -> Reader:
     """Read a path that counts only where the device beside it is nvme (Accelerate writes `"none"` elsewhere)."""
 
     def read(value: str, said: Mapping[str, Any]) -> Outcome:
@@ -46,7 +65,7 @@ def _read_nvme_path(device: str) -> Any:
     return read
 
 
-def _read_pin_memory(device: str) -> Any:
+def _read_pin_memory(device: str) -> Reader:
     def read(value: bool, said: Mapping[str, Any]) -> Outcome:
         active = str(said.get(device, "none")).lower() != "none"
         return Outcome({"offload.pin_memory": value} if active else {})
@@ -148,35 +167,38 @@ ZERO = (
     refused("zero_optimization.offload_optimizer.super_offload", "it is made for one kind of machine (Grace Hopper); "
             "leave it out, offload.optimizer: cpu stays."),
     mapped("zero_optimization.offload_param.device", "offload.params", "none, cpu or nvme; stage 3 only.", TEXT,
-           read=_read_device("offload.params"), aliases=("offload_param_device",)),
+           read=_at_stage_3(_read_device("offload.params")), aliases=("offload_param_device",)),
     mapped("zero_optimization.offload_param.nvme_path", "offload.nvme_path", "Used when the device is nvme; one path "
-           "for both tiers.", TEXT, read=_read_nvme_path("zero_optimization.offload_param.device"),
+           "for both tiers.", TEXT, read=_at_stage_3(_read_nvme_path("zero_optimization.offload_param.device")),
            aliases=("offload_param_nvme_path",)),
     mapped("zero_optimization.offload_param.pin_memory", "offload.pin_memory", "Used when the device is not none.",
-           read=_read_pin_memory("zero_optimization.offload_param.device")),
+           read=_at_stage_3(_read_pin_memory("zero_optimization.offload_param.device"))),
     idle("zero_optimization.offload_param.buffer_count", _TILES),
     idle("zero_optimization.offload_param.buffer_size", _TILES),
     idle("zero_optimization.offload_param.max_in_cpu", _TILES),
     mapped("zero_optimization.cpu_offload", "offload.optimizer", "The old spelling of offload_optimizer: cpu.",
            read=_when({"offload.optimizer": "cpu"})),
     mapped("zero_optimization.cpu_offload_param", "offload.params", "The old spelling of offload_param: cpu.",
-           read=_when({"offload.params": "cpu"}), aliases=("zero_optimization.cpu_offload_params",)),
+           read=_at_stage_3(_when({"offload.params": "cpu"})), aliases=("zero_optimization.cpu_offload_params",)),
     mapped("zero_optimization.cpu_offload_use_pin_memory", "offload.pin_memory", "The old spelling of pin_memory."),
     mapped("zero_optimization.param_persistence_threshold", "persist_below", "Elements; auto leaves ours, 1000.",
-           INT, aliases=("zero_optimization.stage3_param_persistence_threshold",)),
+           INT, read=_at_stage_3(_set("persist_below")),
+           aliases=("zero_optimization.stage3_param_persistence_threshold",)),
     mapped("zero_optimization.prefetch_bucket_size", "prefetch.forward", "0 turns prefetching off; other values are "
            "elements, which has no meaning here.", INT, read=_read_prefetch,
            aliases=("zero_optimization.stage3_prefetch_bucket_size",)),
-    mapped("zero_optimization.zero_hpz_partition_size", "secondary_shard_size", "Above 1.", INT, read=_read_hpz),
+    mapped("zero_optimization.zero_hpz_partition_size", "secondary_shard_size", "Above 1.", INT,
+           read=_at_stage_3(_read_hpz)),
     mapped("zero_optimization.zero_quantized_weights", "communication.weights", "True: int8.",
-           read=_when({"communication.weights": "int8"})),
+           read=_at_stage_3(_when({"communication.weights": "int8"}))),
     mapped("zero_optimization.zero_quantized_gradients", "communication.gradients", "True: int4.",
-           read=_when({"communication.gradients": "int4"})),
+           read=_at_stage_3(_when({"communication.gradients": "int4"}))),
     refused("zero_optimization.zero_quantized_nontrainable_weights", "frozen weights stay in their own dtype at rest; "
             "load the base model in 8 or 4 bits (bitsandbytes), or use zero_quantized_weights for the traffic."),
-    mapped("zero_optimization.mics_shard_size", "shard_size", "Above 0.", INT, read=_read_mics),
+    mapped("zero_optimization.mics_shard_size", "shard_size", "Above 0.", INT, read=_at_stage_3(_read_mics)),
     mapped("zero_optimization.mics_hierarchical_params_gather", "communication.two_hop_gathers",
-           "It has an effect where the ranks that share a copy are on several nodes.", BOOL),
+           "It has an effect where the ranks that share a copy are on several nodes.", BOOL,
+           read=_at_stage_3(_when({"communication.two_hop_gathers": True}))),
     idle("zero_optimization.model_persistence_threshold", "persist_below alone tells what stays whole; the start-up "
          "summary prints how much that is.", aliases=("zero_optimization.stage3_model_persistence_threshold",)),
     idle("zero_optimization.max_live_parameters", _SLOTS, aliases=("zero_optimization.stage3_max_live_parameters",)),
