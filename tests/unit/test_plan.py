@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ourshard.config import OptimizerOver, ShardConfig
-from ourshard.planning.advice import changes, explain, missing_bytes, runtime_memory
+from ourshard.planning.advice import changes, explain, idle_bytes, missing_bytes, runtime_memory
 from ourshard.planning.autocast import CudaAutocast
 from ourshard.planning.formulas import OPTIMIZERS
 from ourshard.planning.hardware import hardware_of
@@ -332,3 +332,18 @@ def test_each_change_saves_what_it_says(stage: int, reshard: bool, shards: int, 
 def test_the_bytes_of_an_error_are_read() -> None:
     assert missing_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...") == int(2.5 * 2**30)
     assert missing_bytes("something else") == 0
+
+
+def test_memory_that_is_there_in_pieces_is_joined_before_anything_costs() -> None:
+    message = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.00 GiB is "
+        "free. Of the allocated memory 70.00 GiB is allocated by PyTorch, and 5.50 GiB is reserved by PyTorch but "
+        "unallocated. If reserved but unallocated memory is large ..."
+    )
+    missing, idle = missing_bytes(message), idle_bytes(message)
+    assert (missing, idle) == (2 * 2**30, int(5.5 * 2**30))
+    mesh = MeshSizes(8)
+    text = explain(stack(), ShardConfig(), mesh, allocated=70 * 2**30, missing=missing, idle=idle, on_gpu=True)
+    assert "would fit: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment" in text
+    text = explain(stack(), ShardConfig(), mesh, allocated=70 * 2**30, missing=missing, idle=missing - 1, on_gpu=True)
+    assert "expandable_segments" not in text

@@ -123,19 +123,27 @@ def explain(
     *,
     allocated: int,
     missing: int,
+    idle: int = 0,
     optimizer: str = "adamw",
     on_gpu: bool = False,
 ) -> str:
     """Say in a few lines what took `allocated` bytes, and the cheapest change that saves at least `missing`.
 
-    What neither the runtime nor the optimizer holds is taken for activations.
+    What neither the runtime nor the optimizer holds is taken for activations. `idle` bytes are in pieces that torch
+    reserved and that were too small each.
     """
     memory = runtime_memory(model, config, mesh, OPTIMIZERS[optimizer])
     activations = max(0, allocated - memory.peak)
     parts = {**{name: size for name, size in memory.parts.items() if size}, "activations and others": activations}
     listed = ", ".join(f"{name} {memory_text(size)}" for name, size in parts.items() if size)
     lines = [f"ourshard: about {memory_text(allocated)} were allocated on this rank: {listed}."]
-    lines.append(_cheapest(model, config, mesh, activations=activations, missing=missing, on_gpu=on_gpu))
+    if 0 < missing <= idle:
+        lines.append(
+            "The cheapest change that would fit: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; "
+            f"torch reserved {memory_text(idle)} more, in pieces of which none was large enough."
+        )
+    else:
+        lines.append(_cheapest(model, config, mesh, activations=activations, missing=missing, on_gpu=on_gpu))
     lines.append("`ourshard plan` compares all configurations for a batch and a length, without a GPU.")
     return "\n".join(lines)
 
@@ -207,7 +215,16 @@ def _last_resort(found: Sequence[Change]) -> str:
 
 def missing_bytes(message: str) -> int:
     """Read the bytes that an allocation asked for from torch's message; 0 where it does not say."""
-    match = re.search(r"[Tt]ried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)", message)
+    return _bytes_in(message, r"[Tt]ried to allocate {}")
+
+
+def idle_bytes(message: str) -> int:
+    """Read the bytes that torch reserved and nobody has from its message; 0 where it does not say."""
+    return _bytes_in(message, "{} is reserved by PyTorch but unallocated")
+
+
+def _bytes_in(message: str, place: str) -> int:
+    match = re.search(place.format(r"([\d.]+) (GiB|MiB|KiB|bytes)"), message)
     if match is None:
         return 0
     unit = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}[match.group(2)]
@@ -232,7 +249,9 @@ def add_advice(error: BaseException, model: nn.Module) -> None:
     if place is Place.HOST and on_gpu:
         note = explain_host(model, engine.config, mesh, missing=missing)
     else:
-        note = explain(model, engine.config, mesh, allocated=_most_allocated(), missing=missing, on_gpu=on_gpu)
+        idle = idle_bytes(str(error)) if on_gpu else 0
+        taken = _most_allocated()
+        note = explain(model, engine.config, mesh, allocated=taken, missing=missing, idle=idle, on_gpu=on_gpu)
     setattr(error, _ADVISED, True)
     if hasattr(error, "add_note"):
         error.add_note(note)
