@@ -33,6 +33,7 @@ PASSED_OVER = {
     "2026-11-28-h200x2-run11-host.jsonl": "groups for both devices, which had no peer copies then; the host decides",
     "2026-11-28-h200x1-run9-offload.jsonl": "the same as run 8, on one card",
     "2026-11-28-h200x2-run12-offload.jsonl": "clipping in a pass of its own over host memory",
+    "2026-11-29-h200x1-run21-offload.jsonl": "a host whose memory is 1.2 to 1.4 times as fast as planned",
     "2026-11-29-h200x2-run18-slow.jsonl": "NCCL over sockets, whose rate no data sheet has",
 }
 COMPILED = "llama-1b-compiled"  # kernels are planned as they are without a compiler
