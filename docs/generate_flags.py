@@ -47,6 +47,7 @@ SECTIONS: tuple[tuple[str, str, Iterable[Flag]], ...] = (
     ("DeepSpeed: reports, disk and checkpoints", "", deepspeed.REPORTS),
     ("DeepSpeed: launcher and plugin", "", deepspeed.LAUNCHER),
     ("DeepSpeed: other features", "", deepspeed.OTHER_FEATURES),
+    ("DeepSpeed: keys of other files", "In a `ds_config.json` DeepSpeed does not read them.", deepspeed.MISPLACED),
 )  # fmt: skip
 
 

@@ -224,6 +224,24 @@ def test_what_is_not_done_here_is_refused_with_the_key(raw: dict[str, Any], key:
         from_deepspeed(raw)
 
 
+@pytest.mark.parametrize(
+    ("raw", "hint"),
+    [
+        ({"fp8": {"enabled": True, "hysteresis": 2}}, r"Accelerate's mixed_precision: fp8"),
+        ({"max_grad_norm": 1.0}, r"its name is gradient_clipping"),
+        ({"gradient_checkpointing": True}, r"gradient_checkpointing of TrainingArguments, or activation_checkpointing"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, r"leave it out, or set bf16.bf16_master_weights_and_grads"),
+    ],
+)
+def test_what_belongs_elsewhere_is_refused_with_its_place(raw: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        from_deepspeed({**zero(), **raw})
+
+
+def test_one_rank_of_tensor_parallelism_is_none() -> None:
+    assert from_deepspeed({**zero(), "tensor_parallel": {"autotp_size": 1}, "fp8": {"enabled": False}}).notes == ()
+
+
 def test_blocks_that_are_switched_off_pass() -> None:
     raw = {
         "curriculum_learning": {"enabled": False, "curriculum_type": "seqlen"},

@@ -276,7 +276,8 @@ PRECISION = (
     mapped("data_types.param_dtype", "precision.param_dtype", "Forward and backward compute in it.", TEXT),
     mapped("data_types.buffer_dtype", "precision.buffer_dtype", "Floating-point buffers are cast to it.", TEXT),
     refused("data_types.grad_accum_dtype", "gradients accumulate in precision.master_dtype, which is float32 unless "
-            "set.", TEXT, asks_nothing=("fp32", "float32")),
+            "set; leave it out, or set bf16.bf16_master_weights_and_grads, which keeps masters and gradients in bf16.",
+            TEXT, asks_nothing=("fp32", "float32")),
     refused("data_types.keep_in_fp32_modules", "buffers keep their own dtype unless precision.buffer_dtype casts them "
             "all; leave both out.", NAMES, asks_nothing=([],)),
     idle("seq_parallel_communication_data_type", "There is no sequence-parallel axis."),
@@ -286,6 +287,8 @@ PRECISION = (
 RUN = (
     refused("sequence_parallel_size", "only data-parallel training is sharded; leave it out.", INT,
             asks_nothing=(1,)),
+    refused("tensor_parallel.autotp_size", "only data-parallel training is sharded; leave it out.", INT,
+            asks_nothing=(0, 1)),
     mapped("gradient_accumulation_steps", "run.gradient_accumulation_steps", "Accelerate's and the Trainer's own "
            "setting.", INT),
     mapped("gradient_clipping", "run.gradient_clipping", "Each optimizer step of a loop clips to it, as in "
@@ -359,6 +362,14 @@ LAUNCHER = (
 )  # fmt: skip
 
 _OTHER_PARALLELISM = "only data-parallel training is sharded; leave the block out."
+_UNREAD = "DeepSpeed reads no such key"
+# What is written into a ds_config.json by mistake, and what was meant.
+MISPLACED = (
+    refused("fp8", f"{_UNREAD}; set Accelerate's mixed_precision: fp8 and leave the block out.", ANY, tree=True),
+    refused("max_grad_norm", f"{_UNREAD}; its name is gradient_clipping.", FLOAT, asks_nothing=(0,)),
+    refused("gradient_checkpointing", f"{_UNREAD}; set gradient_checkpointing of TrainingArguments, or "
+            "activation_checkpointing: true in ourshard_config."),
+)  # fmt: skip
 
 OTHER_FEATURES = tuple(
     refused(key, reason, ANY, tree=True)
@@ -389,4 +400,4 @@ OTHER_FEATURES = tuple(
     )
 )
 
-DEEPSPEED_FLAGS: tuple[Flag, ...] = (*ZERO, *PRECISION, *RUN, *REPORTS, *LAUNCHER, *OTHER_FEATURES)
+DEEPSPEED_FLAGS: tuple[Flag, ...] = (*ZERO, *PRECISION, *RUN, *REPORTS, *LAUNCHER, *OTHER_FEATURES, *MISPLACED)
