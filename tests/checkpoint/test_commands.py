@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,3 +286,25 @@ def test_ctrl_c_stops_a_conversion_within_seconds_and_the_same_command_goes_on(t
     assert run(*command, "--quiet") == 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 32
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_folder_above_checkpoints_names_them_the_newest_first(ours: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    above = ours.parent / "run"
+    for number in (9, 10, 100):
+        shutil.copytree(ours, above / f"checkpoint-{number}")
+    shutil.rmtree(ours)
+    (above / "runs").mkdir()
+    assert run("inspect", above) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.endswith("run is no checkpoint, but holds some; name one of them: "
+                         "checkpoint-100, checkpoint-10, checkpoint-9.")  # fmt: skip
+    assert run("inspect", above.parent) == 1  # as accelerate's `checkpoints/checkpoint_0` from the project
+    assert "name one of them: run/checkpoint-100, run/checkpoint-10" in capsys.readouterr().err
+
+
+def test_so_many_ranks_that_their_files_are_next_to_empty_are_refused(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("convert", ours, tmp_path / "new", "--to", "ourshard", "--world-size", 99_999, "--dry-run") == 2
+    assert "world_size is 99999: each of so many ranks would get" in capsys.readouterr().err
+    assert run("convert", ours, tmp_path / "new", "--to", "ourshard", "--world-size", 1024, "--dry-run") == 0

@@ -20,7 +20,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from ourshard.runtime.wording import memory_text
+from ourshard.runtime.wording import file_text, memory_text
 
 from . import view
 from .commit import put_in_place, refuse_others
@@ -214,15 +214,33 @@ def _plan(source: Source, src: Path, dst: Path, sink: Sink) -> Report:
     held = [info for key, info in source.tensors.items() if sink.can_hold(key.kind)]
     if not held:
         raise ValueError(f"nothing of {src} can be held by the format {sink.format}")
+    nbytes = sum(info.nbytes for info in held)
+    _check_ranks(sink.options.world_size, nbytes)
     return Report(
         source_format=source.format,
         path=dst,
         format=sink.format,
         tensors=len(held),
-        nbytes=sum(info.nbytes for info in held),
+        nbytes=nbytes,
         losses=(*source.description.losses, *source.description.beside, *sink.losses(source)),
         seconds=0.0,
     )
+
+
+_MANY_RANKS, _LEAST_EACH = (
+    1024,
+    2**20,
+)  # ranks that are no slip, whatever they hold; bytes of each, where there are more
+
+
+def _check_ranks(ranks: int | None, nbytes: int) -> None:
+    """Refuse to cut a checkpoint for so many ranks that a file of each is next to empty: a slip of the keyboard."""
+    if ranks is not None and ranks > _MANY_RANKS and nbytes // ranks < _LEAST_EACH:
+        raise ValueError(
+            f"world_size is {ranks}: each of so many ranks would get {file_text(nbytes / ranks)} of "
+            f"{file_text(nbytes)}. What is cut for fewer loads on any number of ranks: give at most {_MANY_RANKS}, or "
+            "leave it out"
+        )
 
 
 def _fill(workspace: Workspace, sink: Sink, source: Source) -> None:

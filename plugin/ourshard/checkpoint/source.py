@@ -19,6 +19,8 @@ A reader is a subclass of `Source`. It is registered by name in `registry.py` (f
 
 from __future__ import annotations
 
+import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+
+from ourshard.runtime.wording import shorten
 
 from .numbered import Models, choose
 from .tensor_bytes import bytes_of
@@ -282,9 +286,10 @@ def detect(path: str | Path, *, model: int | None = None, parameter_order: Seque
         if found is not None:
             return _open(reader, found, path, model, parameter_order)
         tried.append(f"  {reader.format}: {reader.looks_for}")
-    inner = sorted(child.name for child in path.iterdir() if _fits(child)) if path.is_dir() else []
-    hint = f" It holds checkpoints, name one of them: {', '.join(inner)}." if inner else ""
-    raise CheckpointError(f"{path} is no checkpoint of a known format.{hint} Looked for:\n" + "\n".join(tried))
+    inner = _inside(path)
+    if inner:
+        raise CheckpointError(f"{path} is no checkpoint, but holds some; name one of them: {shorten(inner, _NAMED)}.")
+    raise CheckpointError(f"{path} is no checkpoint of a known format. Looked for:\n" + "\n".join(tried))
 
 
 def _open(
@@ -299,8 +304,39 @@ def _open(
     return reader(found, **options)
 
 
+_LOOKS, _NAMED = 500, 12  # folders to look into; checkpoints to name
+
+
+def _inside(path: Path) -> list[str]:
+    """Return the checkpoints in a folder, the highest number first.
+
+    If it has none, look into the folders in it, as accelerate's `checkpoints`.
+    """
+    children = _folders(path)
+    found = [child for child in children if _fits(child)]
+    if not found:
+        deeper = itertools.chain.from_iterable(map(_folders, children))
+        found = [child for child in itertools.islice(deeper, _LOOKS) if _fits(child)]
+    return [str(each.relative_to(path)) for each in sorted(found, key=_by_number, reverse=True)]
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [child for child in sorted(path.iterdir())[:_LOOKS] if child.is_dir()] if path.is_dir() else []
+    except OSError:  # not ours to read
+        return []
+
+
+def _by_number(path: Path) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"(\d+)", str(path))
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
 def _fits(path: Path) -> bool:
     """Tell whether a folder looks like a checkpoint."""
     from .registry import readers
 
-    return path.is_dir() and any(reader.find(path) is not None for reader in readers())
+    try:
+        return any(reader.find(path) is not None for reader in readers())
+    except OSError:
+        return False
