@@ -76,6 +76,11 @@ def nearest(name: str, names: typing.Iterable[str]) -> str:
 
 def unknown_key(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
     """Return the error for a key that is not one of the ourshard config's; `prefix` is the dotted place of both."""
+    known = list(known)
+    above = next((name for name in known if key.startswith(f"{name}.")), "")
+    if above:
+        below = key.removeprefix(f"{above}.")
+        return f"{prefix}{above}: expected a value, got the key {below!r} under it."
     if key in _ACCELERATES:
         hint = " It is Accelerate's: it stands beside ourshard_config, not in it."
     else:

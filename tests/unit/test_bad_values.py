@@ -63,6 +63,42 @@ def test_a_list_of_what_a_key_takes_has_nothing_that_it_refuses(key: str, refuse
         ShardConfig.from_dict({section: {name: refused}})
 
 
+HEAD = "distributed_type: OURSHARD\nnum_processes: 2\n"
+FILES = {
+    "a tab": (f"{HEAD}ourshard_config:\n\tstage: 3\n", r"no config could be read: .*'\\t'.* at line 4, column 1"),
+    "an anchor that is nowhere": (f"{HEAD}ourshard_config: *gone\n", "undefined alias 'gone' at line 3"),
+    "a section in itself": (f"{HEAD}ourshard_config: &own\n  offload: *own\n", "a section holds itself, by an anchor"),
+    "nothing for ourshard but a word": ("OURSHARD\n", "expected keys and values, got str"),
+    "a list": ("- distributed_type: OURSHARD\n", "expected keys and values, got list"),
+    "two documents": (f"{HEAD}---\n{HEAD}", "but found another document at line 3"),
+    "a key twice": (f"{HEAD}num_processes: 3\n", r"'num_processes' is there twice \(lines 2 and 3\)"),
+    "bytes of latin 1": (f"{HEAD}# caf\udce9\n", "'utf-8' codec can't decode byte 0xe9"),
+    "a number in words": ("distributed_type: OURSHARD\nnum_processes: two\n", "num_processes: expected a whole number"),
+    "too many levels": (
+        f"{HEAD}ourshard_config: {{offload: {{optimizer: {{device: cpu}}}}}}\n",
+        "ourshard_config: offload.optimizer: expected a value, got the key 'device' under it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES.keys())
+def test_a_file_that_cannot_be_read_is_named_in_one_line_by_the_launcher(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=f"c.yaml: .*{message}") as raised:
+        config_args.load_config_from_file(str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_file_is_named_where_ourshard_is_asked_for(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").touch()
+    monkeypatch.setenv(switch.SWITCH, "true")
+    with pytest.raises(ConfigError, match=r"c.yaml: expected keys and values, got nothing"):
+        config_args.load_config_from_file(str(tmp_path / "c.yaml"))
+
+
 @pytest.mark.parametrize("said", ["OURSHRAD", "ourshard"])
 def test_a_distributed_type_that_is_almost_ours_is_named(tmp_path: Path, said: str) -> None:
     path = tmp_path / "c.yaml"

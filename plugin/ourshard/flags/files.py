@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+_UNNAMED = "<unicode string>"  # what YAML calls a text in its errors
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -23,8 +24,10 @@ def load(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         values = from_json(text) if _is_json(Path(path), text) else yaml.load(text, _Loader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: no config could be read: {' '.join(str(error).split())}") from error
+        _refuse_cycles(values)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split()).replace(f' in "{_UNNAMED}",', " at")
+        raise ValueError(f"{path}: no config could be read: {why}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise ValueError(f"{path}: expected keys and values, got {found}.")
@@ -53,15 +56,28 @@ def from_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_each_once)
 
 
+def _refuse_cycles(value: Any, holders: tuple[int, ...] = ()) -> None:
+    if not isinstance(value, (Mapping, list)):
+        return
+    if id(value) in holders:
+        raise ValueError("a section holds itself, by an anchor (&) that is named (*) inside of it.")
+    for item in value.values() if isinstance(value, Mapping) else value:
+        _refuse_cycles(item, (*holders, id(value)))
+
+
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _refuse_twice(key for key, _ in pairs)
+    _refuse_twice((key, None) for key, _ in pairs)
     return dict(pairs)
 
 
-def _refuse_twice(keys: Iterable[Any]) -> None:
-    twice = [str(key) for key, times in Counter(keys).items() if times > 1]
-    if twice:
-        raise ValueError(f"{twice[0]!r} is there twice; leave one of them.")
+def _refuse_twice(keys: Iterable[tuple[Any, int | None]]) -> None:
+    """Refuse a key that comes twice, of keys with their lines, where these are known."""
+    first: dict[Any, int | None] = {}
+    for key, line in keys:
+        if key in first:
+            where = f" (lines {first[key]} and {line})" if line is not None else ""
+            raise ValueError(f"{str(key)!r} is there twice{where}; leave one of them.")
+        first[key] = line
 
 
 class _Loader(yaml.SafeLoader):
@@ -69,5 +85,6 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Mapping[Any, Any]:  # type: ignore[override]
         if isinstance(node, yaml.MappingNode):
-            _refuse_twice(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+            names = (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+            _refuse_twice((key.value, key.start_mark.line + 1) for key in names)
         return super().construct_mapping(node, deep)

@@ -18,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from ourshard.flags import sources
 from ourshard.flags.files import load
 from ourshard.flags.result import RUN, FlagResult, disagreement, merge
-from ourshard.integrations.switch import SWITCH, ConfigError, flag
+from ourshard.integrations.switch import SWITCH, ConfigError, flag, mentions_ourshard
+from ourshard.values import is_number
 
 NAME = "OURSHARD"
 _file: ContextVar[str] = ContextVar("file", default="")  # the config file that is being read
@@ -95,15 +97,43 @@ def _reading(path: str | None) -> Iterator[None]:
         _file.reset(token)
 
 
+def check_file(path: str) -> None:
+    """Read a file that asks for ourshard as it is to be read: accelerate's reader ends in tracebacks, or says nothing.
+
+    Raises:
+        ConfigError: it holds no keys and values, or gives one twice; one line.
+    """
+    if Path(path).is_file() and mentions_ourshard(path):
+        try:
+            load(path)
+        except ValueError as error:
+            raise ConfigError(" ".join(str(error).split())) from error
+
+
+_COUNTS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    for key in _COUNTS:
+        value = values.get(key)
+        if value is not None and not is_number(value, whole=True):
+            raise ConfigError(f"{_where()}{key}: expected a whole number, got {value!r}.")
+
+
+def _where() -> str:
+    return f"{_file.get()}: " if _file.get() else ""
+
+
 def _resolve(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a config file in accelerate's words, with a `Section` if they ask for ourshard."""
     yaml_type = str(getattr(values.get("distributed_type"), "value", values.get("distributed_type", NAME)))
     if yaml_type != NAME and "ourshard_config" not in values and not flag(SWITCH):
         if get_close_matches(yaml_type.upper(), [NAME], cutoff=0.75):
-            raise ConfigError(f"distributed_type: {yaml_type} is not known. Did you mean {NAME}?")
+            raise ConfigError(f"{_where()}distributed_type: {yaml_type} is not known. Did you mean {NAME}?")
         return values
     if yaml_type not in SHARDABLE:
-        raise ConfigError(f"distributed_type: {yaml_type} cannot be sharded by ourshard; use {NAME}.")
+        raise ConfigError(f"{_where()}distributed_type: {yaml_type} cannot be sharded by ourshard; use {NAME}.")
+    _check_counts(values)
     written = values.get("ourshard_config")
     section = Section(written, yaml_type, read_sections(values))
     resolved = {**values, "distributed_type": "MULTI_GPU", "ourshard_config": section}

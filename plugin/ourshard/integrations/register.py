@@ -63,8 +63,23 @@ def config_classes(module: ModuleType) -> None:
         from ourshard.integrations.cluster_config import with_section
 
         module.ClusterConfig = with_section(module.ClusterConfig)  # type: ignore[attr-defined]
-    elif hasattr(module, "load_config_from_file"):
-        module.load_config_from_file = _refusing(module.load_config_from_file, missing)  # type: ignore[attr-defined]
+    if hasattr(module, "load_config_from_file"):
+        load = module.load_config_from_file
+        module.load_config_from_file = _refusing(load, missing) if missing else _checking(load)  # type: ignore[attr-defined]
+
+
+def _checking(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the reader of config files so that a file for ourshard that can't be read is named, in one line."""
+
+    @functools.wraps(load)
+    def load_or_name(config_file: Any = None, *args: Any, **kwargs: Any) -> Any:
+        from ourshard.integrations.cluster_config import check_file
+
+        if config_file is not None:
+            check_file(config_file)
+        return load(config_file, *args, **kwargs)
+
+    return load_or_name
 
 
 def _refusing(load: Callable[..., Any], missing: list[str]) -> Callable[..., Any]:

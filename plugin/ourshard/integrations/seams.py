@@ -69,6 +69,7 @@ def of_config(module: ModuleType) -> list[str]:
     if not isinstance(cluster, type) or not hasattr(cluster, "__dataclass_fields__"):
         return [*found, "ClusterConfig"]
     load = getattr(module, "load_config_from_file", None)
+    load = inspect.unwrap(load) if callable(load) else None  # `register.py` may have wrapped it
     if isinstance(load, FunctionType) and "ClusterConfig" not in load.__code__.co_names:
         found.append("ClusterConfig in load_config_from_file")
     return found + missing(cluster, CLUSTER_CONFIG)

@@ -129,5 +129,5 @@ def _environment() -> tuple[str | None, str | None]:
 def mentions_ourshard(config_file: str | os.PathLike[str]) -> bool:
     """Return whether a config file of accelerate, or the environment, asks for ourshard. Reads text, not YAML."""
     path = Path(config_file)
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return flag(SWITCH) or "OURSHARD" in text or "ourshard_config" in text
