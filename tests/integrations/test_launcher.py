@@ -21,7 +21,7 @@ from ourshard.config import ShardConfig
 from ourshard.flags.cli import app
 from ourshard.integrations import launcher
 from ourshard.integrations.plugin import ShardPlugin
-from ourshard.integrations.switch import ACCUMULATION, GRADIENT_CLIPPING, ConfigError
+from ourshard.integrations.switch import ACCUMULATION, BLOCKS, GRAD_SCALER, GRADIENT_CLIPPING, ConfigError
 from typer.testing import CliRunner
 
 from tests.commands import ROOT, clean_environment, free_port, launch, run_cli
@@ -369,6 +369,22 @@ def test_a_deepspeed_file_hands_over_what_its_engine_would_have_done(monkeypatch
     assert env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
     assert env["OURSHARD_GRADIENT_CLIPPING"] == "0.5"
     assert config.to_dict()["distributed_type"] == "DEEPSPEED"
+
+
+def test_a_deepspeed_file_hands_over_its_blocks_as_written_and_its_loss_scale(monkeypatch, config_file, tmp_path):
+    monkeypatch.setenv("ACCELERATE_USE_OURSHARD", "true")
+    monkeypatch.delenv("OURSHARD_CONFIG", raising=False)
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
+    scale = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500}
+    written = tmp_path / "ds.json"
+    written.write_text(json.dumps({"zero_optimization": {"stage": 2}, "fp16": scale, "optimizer": optimizer}))
+    path = config_file(distributed_type="DEEPSPEED", deepspeed_config={"deepspeed_config_file": str(written)})
+    section = config_args.load_config_from_file(str(path)).ourshard_config
+    flags = {"use_deepspeed": True, "deepspeed_config_file": str(written), "nondefault": {"deepspeed_config_file"}}
+    for given in ({"ourshard_config": section}, flags):
+        env = launcher.prepare_multi_gpu_env(lambda args: {}, arguments(**given))
+        assert json.loads(env[BLOCKS]) == {"optimizer": optimizer}
+        assert json.loads(env[GRAD_SCALER]) == {"init_scale": 4096.0, "growth_interval": 500}
 
 
 @pytest.mark.parametrize(("name", "value"), [("OURSHARD_CONFIG", '{"stage": 3}'), ("OURSHARD_STAGE", "3")])

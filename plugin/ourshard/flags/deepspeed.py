@@ -60,6 +60,16 @@ def from_deepspeed(
     return result
 
 
+def blocks_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `optimizer` and `scheduler` blocks that stand in `raw` or in the file that it names, as written.
+
+    Whoever builds them fills each `"auto"`: a Trainer, long after a launcher has read the file.
+    """
+    named = [raw[key] for key in _FILE_KEYS if raw.get(key) not in (None, "", "none", "auto")]
+    places = [raw, *(file if isinstance(file, Mapping) else load(file) for file in named)]
+    return {name: place[name] for place in places for name in ("optimizer", "scheduler") if place.get(name)}
+
+
 def _read(raw: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> FlagResult:
     try:
         resolved = _resolve_auto(_flat(raw), auto, source)

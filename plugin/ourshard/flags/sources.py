@@ -32,6 +32,8 @@ OTHER_VARIABLES = frozenset(
         "OURSHARD_DISABLE",
         "OURSHARD_GRADIENT_CLIPPING",
         "OURSHARD_GRADIENT_ACCUMULATION_STEPS",
+        "OURSHARD_GRAD_SCALER",
+        "OURSHARD_DEEPSPEED_BLOCKS",
         "OURSHARD_FIXTURES",  # this one and the next by the tests
         "OURSHARD_WRITE_TRACES",
     }

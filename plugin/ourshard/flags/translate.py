@@ -25,8 +25,8 @@ _HINTS: Mapping[str, str] = {
     "gradient_accumulation_steps": "the argument of TrainingArguments or Accelerator",
     "train_batch_size": "it follows from the batch size of your DataLoader",
     "micro_batch_size": "per_device_train_batch_size of TrainingArguments, or your DataLoader",
-    "optimizer": "create it in the script, or let TrainingArguments",
-    "scheduler": "create it in the script, or let TrainingArguments",
+    "optimizer": "a Trainer makes it; in a loop create it in the script",
+    "scheduler": "a Trainer makes it; in a loop create it in the script",
     "grad_scaler": "GradScalerKwargs of Accelerate",
 }
 

@@ -5,8 +5,12 @@ Two sources that say different things are refused, whichever they are; none over
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
+
+from accelerate.utils import GradScalerKwargs
 
 from ourshard.flags.fsdp import from_fsdp
 from ourshard.flags.objects import from_deepspeed_plugin, from_fsdp_plugin
@@ -34,6 +38,7 @@ def take_plugin(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin:
     result = merge([_read_foreign(name, plugin) for name, plugin in foreign.items()] or _from_environment())
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         os.environ.pop(name, None)  # accelerate and transformers would set the other engine up
+    _scale_losses(result.run.grad_scaler or json.loads(os.environ.get(switch.GRAD_SCALER, "{}")), kwargs)
     explicit = own or switch.enabled_plugin()
     if explicit is not None and foreign:
         where = "ourshard_plugin" if own else "ourshard.enable()"
@@ -46,6 +51,17 @@ def take_plugin(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin:
     say_once(result.notes)
     clipping = result.run.gradient_clipping or float(os.environ.get(switch.GRADIENT_CLIPPING, "0")) or None
     return ShardPlugin(result.config, gradient_clipping=clipping)
+
+
+def _scale_losses(said: Mapping[str, Any], kwargs: dict[str, Any]) -> None:
+    """Let accelerate scale fp16 losses as an `fp16` block says, where the script does not say how."""
+    handlers = kwargs.get("kwargs_handlers") or []
+    if not said:
+        return
+    if any(isinstance(handler, GradScalerKwargs) for handler in handlers):
+        say_once(["fp16: the keys of the loss scale have no effect, because the script gives GradScalerKwargs."])
+        return
+    kwargs["kwargs_handlers"] = [*handlers, GradScalerKwargs(**said)]
 
 
 def _with_handlers(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ourshard.flags import sources
+from ourshard.flags.deepspeed import blocks_of
 from ourshard.flags.files import load
 from ourshard.flags.result import RUN, FlagResult, disagreement, merge
 from ourshard.integrations.switch import SWITCH, ConfigError, flag, mentions_ourshard
@@ -47,8 +48,15 @@ SHARDABLE = (
 class Section(UserDict[str, Any]):
     """The `ourshard_config` of a file that asks for ourshard, as written, and all it says about sharding."""
 
-    def __init__(self, written: Mapping[str, Any] | None, yaml_type: str, result: FlagResult) -> None:
+    def __init__(
+        self,
+        written: Mapping[str, Any] | None,
+        yaml_type: str,
+        result: FlagResult,
+        blocks: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(written or {})
+        self.blocks = blocks or {}  # DeepSpeed's of optimizer and scheduler
         self.written = written
         self.yaml_type = yaml_type
         self.result = result
@@ -135,7 +143,7 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{_where()}distributed_type: {yaml_type} cannot be sharded by ourshard; use {NAME}.")
     _check_counts(values)
     written = values.get("ourshard_config")
-    section = Section(written, yaml_type, read_sections(values))
+    section = Section(written, yaml_type, read_sections(values), blocks_of(values.get("deepspeed_config") or {}))
     resolved = {**values, "distributed_type": "MULTI_GPU", "ourshard_config": section}
     if section.result.run.mixed_precision:
         resolved["mixed_precision"] = _mixed_precision(values.get("mixed_precision"), section.result)

@@ -6,18 +6,29 @@ workers. Where ourshard was not asked for, it adds nothing.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ourshard.flags.deepspeed import blocks_of
 from ourshard.flags.result import RUN, FlagResult, build, disagreement, merge
 from ourshard.flags.sources import for_environment, from_environment
 from ourshard.flags.translate import elsewhere
 from ourshard.integrations.cluster_config import Section
 from ourshard.integrations.notes import say_once
-from ourshard.integrations.switch import ACCUMULATION, DISABLE, GRADIENT_CLIPPING, SWITCH, ConfigError, flag
+from ourshard.integrations.switch import (
+    ACCUMULATION,
+    BLOCKS,
+    DISABLE,
+    GRAD_SCALER,
+    GRADIENT_CLIPPING,
+    SWITCH,
+    ConfigError,
+    flag,
+)
 from ourshard.runtime.wording import counted
 
 logger = logging.getLogger("ourshard")
@@ -32,7 +43,8 @@ _DEEPSPEED_FLAGS = (
     *("offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
 )
 _ON_CPU = "ACCELERATE_USE_CPU"
-_HANDED_OVER = ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping")  # of a run's settings
+# Of a run's settings
+_HANDED_OVER = ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping", "grad_scaler")
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # see `_let_ranks_restart` in `_ourshard_autoload`
 
 
@@ -190,6 +202,16 @@ def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) ->
         environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = environment[ACCUMULATION] = steps
     if wanted.run.gradient_clipping:
         environment[GRADIENT_CLIPPING] = str(wanted.run.gradient_clipping)
+    told = {GRAD_SCALER: wanted.run.grad_scaler, BLOCKS: _blocks(args)}
+    environment.update({name: json.dumps(values) for name, values in told.items() if values})
+
+
+def _blocks(args: Namespace) -> Mapping[str, Any]:
+    """Return the optimizer and scheduler blocks of the DeepSpeed config of this launch, for a Trainer to make."""
+    section = getattr(args, "ourshard_config", None)
+    if isinstance(section, Section):
+        return section.blocks
+    return blocks_of({"deepspeed_config_file": args.deepspeed_config_file}) if args.use_deepspeed else {}
 
 
 def _torchrun(args: Namespace) -> list[str]:

@@ -19,6 +19,9 @@ SWITCH = "ACCELERATE_USE_OURSHARD"
 CONFIG = "OURSHARD_CONFIG"  # read and written by `ourshard.flags.sources`, which is imported only where ourshard is on
 ACCUMULATION = "OURSHARD_GRADIENT_ACCUMULATION_STEPS"  # a number; the launcher writes it, where its sources say it
 GRADIENT_CLIPPING = "OURSHARD_GRADIENT_CLIPPING"  # a number; the launcher writes it from a DeepSpeed config
+GRAD_SCALER = "OURSHARD_GRAD_SCALER"  # JSON, arguments of torch's GradScaler; the launcher writes it from an fp16 block
+# JSON, the optimizer and scheduler blocks of a DeepSpeed config as they are written, for a Trainer; from the launcher.
+BLOCKS = "OURSHARD_DEEPSPEED_BLOCKS"
 DISABLE = "OURSHARD_DISABLE"
 USE_CPU = "ACCELERATE_USE_CPU"  # accelerate's own
 

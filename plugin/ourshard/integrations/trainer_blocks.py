@@ -1,4 +1,6 @@
-"""The `optimizer`, `scheduler` and `fp16` blocks of a `TrainingArguments(deepspeed=...)`, for a Trainer that is ours.
+"""The `optimizer`, `scheduler` and `fp16` blocks of a DeepSpeed config, for a Trainer that is ours.
+
+They stand in `TrainingArguments(deepspeed=...)`, or in the file of `accelerate launch`, which hands on the first two.
 
 DeepSpeed builds an optimizer and a schedule where its config has a block for them, and the Trainer builds none; scaling
 of fp16 losses is set there, too.
@@ -6,12 +8,16 @@ of fp16 losses is set there, too.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 from ourshard.flags.blocks import build_optimizer, build_scheduler
-from ourshard.flags.objects import from_training_arguments
+from ourshard.flags.deepspeed import from_deepspeed
+from ourshard.flags.objects import auto_from_training_arguments, from_training_arguments
 from ourshard.flags.result import RunSettings
+from ourshard.integrations import switch
 from ourshard.runtime.in_backward import NO_CLIPPING
 from ourshard.runtime.scaler import ShardGradScaler
 
@@ -20,6 +26,9 @@ Method = Callable[..., Any]
 
 def _said(args: Any, total_steps: int | None = None) -> RunSettings:
     result = from_training_arguments(args, total_steps=total_steps)
+    if result is None and switch.BLOCKS in os.environ:
+        blocks, auto = json.loads(os.environ[switch.BLOCKS]), auto_from_training_arguments(args, total_steps)
+        result = from_deepspeed(blocks, auto, "the DeepSpeed config of accelerate launch")
     return result.run if result is not None else RunSettings()
 
 
@@ -50,8 +59,15 @@ def _refuse_uneven(trainer: Any) -> None:
 
 
 def _refuse_clipping(trainer: Any) -> None:
-    """Raise ValueError where the Trainer would clip gradients that are stepped before the last one is there."""
+    """Raise ValueError where the Trainer would clip to another norm than was said, or what is stepped before all."""
     largest = trainer.args.max_grad_norm
+    told = os.environ.get(switch.GRADIENT_CLIPPING)
+    if told is not None and float(told) != largest:
+        raise ValueError(
+            f"gradient_clipping: accelerate launch was given {told}, by its config or a flag, but the training "
+            f"arguments say max_grad_norm={largest}. Neither overrides the other: let both say the same, or leave it "
+            "out of the launch."
+        )
     if largest and trainer.accelerator.ourshard_plugin.config.optimizer_in_backward:
         raise ValueError(f"TrainingArguments(max_grad_norm={largest}): {NO_CLIPPING}")
 
