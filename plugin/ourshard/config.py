@@ -306,6 +306,7 @@ class ShardConfig:
 
     stage: int = 3
     reshard_after_forward: bool = True
+    keep_last: int = 0  # stage 3: elements of the last units that stay whole from forward to backward
     shard_size: int | str | None = None  # ranks that share one sharded copy: a number, "node", or None for all
     shard_optimizer_over: OptimizerOver = OptimizerOver.SHARD
     secondary_shard_size: int | None = None  # hpZ: ranks that share a second, node-local shard for backward
@@ -335,6 +336,12 @@ class ShardConfig:
         if self.secondary_shard_size is not None:
             self._check_secondary()
         _at_least(self.persist_below, 0, "persist_below")
+        _at_least(self.keep_last, 0, "keep_last")
+        if self.keep_last and not self.reshard_after_forward:
+            raise ValueError(
+                f"keep_last: {self.keep_last}: with reshard_after_forward: false all units stay whole for backward; "
+                "leave one of them out."
+            )
         if self.offload.params is not Tier.NONE and self.stage != 3:
             raise ValueError(f"offload.params needs stage 3; stage {self.stage} keeps whole parameters on the device.")
         if self.offload.activations is not Tier.NONE and not self.activation_checkpointing:

@@ -76,6 +76,7 @@ def configurations() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"stage": stage} for stage in (3, 1, 2, 0)]
     found += [{"stage": stage, "communication": {"transport": "nccl"}} for stage in (3, 1)]
     found += [{"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, {"stage": 3, "reshard_after_forward": False}]
+    found += [{"stage": 3, "keep_last": 400_000}]
     found += [{"stage": 3, "wrap": {"merge": 2**30}}, {"stage": 3, "watched": True}]
     if dist.get_world_size() == 4:
         found += [{"stage": stage, "shard_size": 2} for stage in (3, 1)]

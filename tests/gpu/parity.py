@@ -201,6 +201,7 @@ def main() -> None:
 def configurations(repeats: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
     found += [{"stage": 3, "reshard_after_forward": False}, {"stage": 3, "accumulate": "deferred"}]
+    found += [{"stage": 3, "keep_last": 400_000}]
     found += [{"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, {"stage": 3, "persist_below": 0}]
     found += [{"stage": 3, "wrap": {"merge": 2**30}, "checkpoint": reentrant} for reentrant in (None, True, False)]
     found += [{"stage": 3, "checkpoint": reentrant} for reentrant in (True, False)]

@@ -25,6 +25,7 @@ ELSEWHERE = {
 CHANGED: dict[str, Any] = {
     "stage": 2,
     "reshard_after_forward": False,
+    "keep_last": 5000,
     "shard_size": 1,
     "shard_optimizer_over": "all",
     "secondary_shard_size": 1,

@@ -155,7 +155,8 @@ def train_with(config: dict[str, Any]) -> Any:
 
 CONFIGS = [{"stage": stage} for stage in (0, 1, 2, 3)]
 CONFIGS += [{"stage": stage, "precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}} for stage in (1, 3)]
-CONFIGS += [{"stage": 3, "reshard_after_forward": False}, {"stage": 3, "persist_below": 0, "prefetch": {"forward": 2}}]
+CONFIGS += [{"stage": 3, "keep_last": 5000}, {"stage": 3, "reshard_after_forward": False}]
+CONFIGS += [{"stage": 3, "persist_below": 0, "prefetch": {"forward": 2}}]
 
 
 @pytest.mark.ranks

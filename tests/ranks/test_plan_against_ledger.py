@@ -121,6 +121,7 @@ CASES: dict[str, tuple[dict[str, Any], str, int]] = {
     "stage 3": ({"stage": 3}, "", 1),
     "stage 3, nothing small": ({"stage": 3, **SMALL}, "", 1),
     "stage 3, kept whole between forward and backward": ({"stage": 3, "reshard_after_forward": False}, "", 1),
+    "stage 3, the last layer kept whole": ({"stage": 3, "keep_last": 12_000}, "", 1),
     "stage 3, no prefetch": ({"stage": 3, "prefetch": {"forward": 0, "backward": 0}}, "", 1),
     "stage 3, two ahead": ({"stage": 3, "prefetch": {"forward": 2, "backward": 2}}, "", 1),
     "stage 3, accumulation in shards": ({"stage": 3}, "", 2),

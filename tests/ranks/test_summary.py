@@ -55,6 +55,9 @@ def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -
             {"reshard_after_forward", "prefetch.forward"},
         ),
         ({"stage": 3, "reshard_after_forward": False, "prefetch": {"forward": 2}}, 2, set()),
+        ({"stage": 2, "keep_last": 10**6}, 2, {"keep_last"}),
+        ({"stage": 3, "keep_last": 10}, 2, {"keep_last"}),
+        ({"stage": 3, "keep_last": 10**6}, 2, set()),
         ({"stage": 1, "accumulate": "deferred"}, 2, {"accumulate"}),
         ({"stage": 2, "accumulate": "deferred"}, 2, set()),
         (
@@ -81,6 +84,13 @@ def test_options_that_change_nothing_are_named_with_the_reason(
     assert set(without_effect) == expected
     for key, reason in without_effect.items():
         assert f"ourshard: {key} has no effect: {reason}" in text.splitlines()
+
+
+def test_units_that_are_kept_are_not_counted_twice() -> None:
+    with pytest.raises(ValueError, match=r"keep_last: 100: with reshard_after_forward: false all units stay whole"):
+        ShardConfig(keep_last=100, reshard_after_forward=False)
+    with pytest.raises(ValueError, match="keep_last: -1 "):
+        ShardConfig(keep_last=-1)
 
 
 def test_skipping_a_save_is_refused_where_saves_do_not_run_in_the_background() -> None:

@@ -23,6 +23,7 @@ Configs = dict[str, dict[str, Any]]
 STAGES: Configs = {f"stage {stage}": {"stage": stage} for stage in range(4)}
 VARIANTS: Configs = {
     "whole until backward": {"stage": 3, "reshard_after_forward": False},
+    "last whole until backward": {"stage": 3, "keep_last": 12_000},  # one layer of Llama
     "deferred": {"stage": 3, "accumulate": "deferred"},
     "deferred at stage 2": {"stage": 2, "accumulate": "deferred"},
     "nothing persists": {"stage": 3, "persist_below": 0},

@@ -26,6 +26,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage2": (2, {"stage": 2}),
     "stage3": (2, {"stage": 3}),
     "stage3_whole_until_backward": (2, {"stage": 3, "reshard_after_forward": False}),
+    "stage3_last_whole_until_backward": (2, {"stage": 3, "keep_last": 2 * 832}),
     "stage3_deferred": (2, {"stage": 3, "accumulate": "deferred"}),
     "stage3_checkpointed": (2, {"stage": 3, "activation_checkpointing": True}),
     "stage3_no_prefetch": (2, {"stage": 3, "prefetch": {"forward": 0, "backward": 0}}),

@@ -369,6 +369,17 @@ def test_inputs_of_recomputed_units_go_to_the_host_and_back_to_deepspeed() -> No
     assert (from_deepspeed(raw).config, notes) == (config, ())
 
 
+def test_units_that_deepspeed_keeps_for_their_backward_are_kept() -> None:
+    """The distance runs over what comes before the backward of a unit: the elements behind it, twice."""
+    for key in ("stage3_max_reuse_distance", "max_reuse_distance"):
+        config = from_deepspeed(zero(stage=3, **{key: 1e9})).config
+        assert config.keep_last == 500_000_000
+    raw, notes = to_deepspeed(config)
+    assert (raw["zero_optimization"]["stage3_max_reuse_distance"], notes) == (1_000_000_000, ())
+    assert from_deepspeed(raw).config == config
+    assert from_deepspeed(zero(stage=2, stage3_max_reuse_distance=1e9)).config.keep_last == 0
+
+
 def test_what_deepspeed_cannot_say_is_noted() -> None:
     config = ShardConfig(shard_size="node", reshard_after_forward=False).replace(communication={"weights": "fp8"})
     _, notes = to_deepspeed(config)

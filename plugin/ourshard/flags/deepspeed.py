@@ -184,6 +184,7 @@ def _zero(config: ShardConfig) -> dict[str, Any]:
     if config.stage == 3:
         zero["stage3_param_persistence_threshold"] = config.persist_below
         zero["stage3_gather_16bit_weights_on_model_save"] = True
+        zero["stage3_max_reuse_distance"] = 2 * config.keep_last
     if config.prefetch.forward == 0 and config.prefetch.backward == 0:
         zero["stage3_prefetch_bucket_size"] = 0
     if config.secondary_shard_size is not None:

@@ -79,6 +79,10 @@ def _read_prefetch(value: int, _: Mapping[str, Any]) -> Outcome:
     return Outcome(note="inactive: prefetch.forward and prefetch.backward count units, not elements; both stay at 1.")
 
 
+def _read_reuse(value: int, _: Mapping[str, Any]) -> Outcome:
+    return Outcome({"keep_last": max(0, value) // 2})
+
+
 def _read_hpz(value: int, _: Mapping[str, Any]) -> Outcome:
     return Outcome({"secondary_shard_size": value} if value > 1 else {})
 
@@ -202,7 +206,9 @@ ZERO = (
     idle("zero_optimization.model_persistence_threshold", "persist_below alone tells what stays whole; the start-up "
          "summary prints how much that is.", aliases=("zero_optimization.stage3_model_persistence_threshold",)),
     idle("zero_optimization.max_live_parameters", _SLOTS, aliases=("zero_optimization.stage3_max_live_parameters",)),
-    idle("zero_optimization.max_reuse_distance", _SLOTS, aliases=("zero_optimization.stage3_max_reuse_distance",)),
+    mapped("zero_optimization.max_reuse_distance", "keep_last", "Half of it: from the forward of a unit to its "
+           "backward the elements behind it pass twice. Not given: 0, where DeepSpeed takes 1e9.", INT,
+           read=_at_stage_3(_read_reuse), aliases=("zero_optimization.stage3_max_reuse_distance",)),
     idle("zero_optimization.sub_group_size", "The optimizer steps whole lanes; on disk the tier picks its tiles."),
     idle("zero_optimization.gather_16bit_weights_on_model_save", _SAVE, aliases=(
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",

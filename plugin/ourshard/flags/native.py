@@ -10,6 +10,7 @@ import yaml
 KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares them with its fields
     "stage": "0 DDP, 1 optimizer sharded, 2 gradients too, 3 parameters too",
     "reshard_after_forward": "stage 3: false keeps parameters whole between forward and backward",
+    "keep_last": "stage 3: elements of the last units that stay whole between forward and backward",
     "shard_size": "ranks that share one sharded copy: a number or node; null is all ranks",
     "shard_optimizer_over": "shard, or all: masters and optimizer state over shard x replicate",
     "secondary_shard_size": "stage 3: neighbours that share a second shard, for all gathers of a step but the first",

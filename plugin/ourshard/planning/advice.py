@@ -84,6 +84,8 @@ def _alternatives(
     if config.stage == 3 and not config.reshard_after_forward:
         change = variant(config, reshard_after_forward=True)
         yield "reshard_after_forward", "true", change, mesh, "half again as many bytes on the wire"
+    if config.stage == 3 and config.keep_last:
+        yield "keep_last", "0", variant(config, keep_last=0), mesh, "the last units are gathered again in backward"
     if config.secondary_shard_size is not None:
         change, sizes = variant(config, secondary_shard_size=None), MeshSizes(mesh.shard, mesh.replicate)
         yield "secondary_shard_size", "null", change, sizes, "gathers of backward leave the node"

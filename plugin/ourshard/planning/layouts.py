@@ -16,6 +16,7 @@ from ourshard.runtime.codec import BlockCodec
 from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
 from ourshard.runtime.inventory import merge_numel, small_numel, take_stock
+from ourshard.runtime.keeping import kept_whole
 from ourshard.runtime.lane_plan import LaneRules, plan_lanes
 from ourshard.runtime.placement import At, Placement
 from ourshard.runtime.tiers import with_tiers
@@ -101,6 +102,7 @@ class PlannedUnit:
     modules: tuple[nn.Module, ...] = ()
     parameters: tuple[nn.Parameter, ...] = ()
     rooted: bool = False  # whole from the root's forward to the end of backward
+    kept: bool = False  # whole from its forward to its backward
 
     @property
     def label(self) -> str:
@@ -153,10 +155,11 @@ def plan_model(
     small = small_numel(config, mesh.shard, mesh.replicate)
     stock = take_stock(model, config.wrap, merge_numel(config, torch.device("cuda" if gpu else "cpu")), small)
     layouts = with_tiers([plan_lanes(entry.parameters, rules) for entry in stock], config.offload)
-    for entry, layout in zip(stock, layouts, strict=True):
+    kept = kept_whole(layouts, [entry.rooted for entry in stock], config)
+    for entry, layout, stays in zip(stock, layouts, kept, strict=True):
         lanes = tuple(_lane(lane, reduce_dtype, config, mesh, rooted=entry.rooted) for lane in layout.lanes)
         parameters = tuple(parameter.tensor for parameter in entry.parameters)
-        units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted))
+        units.append(PlannedUnit(entry.name, lanes, tuple(entry.modules), parameters, entry.rooted, stays))
     return PlannedModel(tuple(units), config.offload.windows)
 
 

@@ -78,6 +78,8 @@ def describe(config: ShardConfig) -> str:
     words = [f"stage {config.stage}"]
     if config.stage == 3 and not config.reshard_after_forward:
         words.append("kept whole for backward")
+    if config.stage == 3 and config.keep_last:
+        words.append(f"the last {config.keep_last:,} elements kept whole for backward")
     if config.shard_size is not None:
         words.append(f"in each {'node' if config.shard_size == 'node' else config.shard_size}")
     if config.shard_size is not None and config.shard_optimizer_over is OptimizerOver.ALL:
@@ -115,6 +117,7 @@ VARIED = (
     "shard_size",
     "activation_checkpointing",
     "reshard_after_forward",
+    "keep_last",
     "shard_optimizer_over",
     "secondary_shard_size",
 )
@@ -133,7 +136,7 @@ def _variants(base: ShardConfig, hardware: Hardware, keeps_size: bool) -> Iterat
                 changes: dict[str, Any] = {"stage": stage, "shard_size": size, "activation_checkpointing": recompute}
                 more: list[dict[str, Any]] = [{"reshard_after_forward": True}]
                 if stage == 3:
-                    more.append({"reshard_after_forward": False})
+                    more.append({"reshard_after_forward": False, "keep_last": 0})
                     if size is not None and base.shard_optimizer_over is OptimizerOver.SHARD:
                         more.append({"reshard_after_forward": True, "shard_optimizer_over": "all"})
                     ranks = mesh_of(base.replace(stage=3, shard_size=size), hardware).shard

@@ -182,7 +182,7 @@ class Rehearsal:
                 self._require(unit)
                 unit.calls += 1
             self._move(Does.COMPUTE, unit, visit=visit)
-            if not unit.planned.rooted and self.config.reshard_after_forward:
+            if not unit.planned.rooted and not unit.planned.kept:
                 self._release(unit)
         self._schedule.end()
 

@@ -19,6 +19,7 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.host_room import check_host
 from ourshard.runtime.in_backward import steps_in_backward
 from ourshard.runtime.inventory import UnitParameters
+from ourshard.runtime.keeping import kept_whole
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_plan import LaneRules, plan_lanes
 from ourshard.runtime.lazy import give_up_values, materialize, source_of
@@ -44,8 +45,10 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     if Tier.NVME in config.offload.tiers:
         engine.disk = open_disk(engine, disk_need(layouts, config.offload, mesh.shard.size))
     readable = _readable(stock, engine)
+    kept = kept_whole(layouts, [entry.rooted for entry in stock], config)
     for index, (entry, layout) in enumerate(zip(stock, layouts, strict=True)):
         unit = Unit(engine, index, entry.name, entry.modules, rooted=entry.rooted)
+        unit.kept = kept[index]
         engine.units.append(unit)
         unit.build(layout, entry.parameters)
         for lane in unit.lanes:

@@ -137,8 +137,10 @@ def _by_stage(engine: Engine) -> Iterator[tuple[str, str]]:
     if stage == 0 and config.stage == 0:
         yield "shard_size", "stage 0 has no shards"
     if stage < 3:
-        for key in ("reshard_after_forward", "prefetch.forward", "prefetch.backward"):
+        for key in ("reshard_after_forward", "keep_last", "prefetch.forward", "prefetch.backward"):
             yield key, "parameters stay whole, nothing is gathered in a forward or backward"
+    elif not any(unit.kept for unit in engine.units):
+        yield "keep_last", "the last unit that is gathered by itself has more elements, or there is none"
     if all(lane.secondary is None for lane in engine.lanes()):
         yield "secondary_shard_size", "no unit but the root is sharded, and the root is gathered once"
     if engine.in_backward is None:

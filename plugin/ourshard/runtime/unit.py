@@ -82,6 +82,7 @@ class Unit:
         self.rooted = rooted  # whole from the root's forward to the end of backward
         self.lanes: list[Lane] = []
         self.guests: list[Lane] = []  # the root's lanes of whole parameters that have some inside of `modules`
+        self.kept = False  # stays whole from forward to backward
         self.whole = False
         self.is_ahead = False  # gathered and not asked for since
         self.installed = False
@@ -271,7 +272,7 @@ class Unit:
             self._open_passage("forward")
 
     def after_forward(self, has_backward: bool) -> None:
-        """Release, unless a backward is running, or will come soon and `reshard_after_forward` is off."""
+        """Release, unless a backward is running, or will come soon and the unit is kept for it."""
         if self._passage is not None and not self.engine.phase_is_backward:  # else a recomputation, part of a backward
             self._close_passage()
         if self._is_merged and self._more_to_come():
@@ -280,7 +281,7 @@ class Unit:
             if self.engine.phase_is_backward:
                 return  # a recomputation: the backward that asked for it needs everything as it is
             self._rest_in_place()
-        elif not self.engine.config.reshard_after_forward and (has_backward or self._is_awaited):
+        elif self.kept and (has_backward or self._is_awaited):
             self._rest_in_place()
         elif self.engine.phase_is_backward and has_backward:
             return  # reentrant checkpointing: its backward comes next
