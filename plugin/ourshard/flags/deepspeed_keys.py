@@ -135,7 +135,7 @@ def _read_stage(value: int, _: Mapping[str, Any]) -> Outcome:
 
 
 _BUCKETS = "Units are the buckets: each unit's lanes move in one collective, overlapped with compute."
-_SLOTS = "Units are gathered into a fixed number of slots; prefetch.forward and prefetch.backward bound what is live."
+_SLOTS = "A unit is released after use: prefetch.forward, prefetch.backward and keep_last say what is whole at a time."
 _TILES = "The offload tiers size their own buffers from the lanes."
 _LAUNCH = "Tells DeepSpeed's launcher where to start; use Accelerate's machine and process keys."
 _SCALER = "torch's loss scaler has no such setting."
