@@ -35,6 +35,8 @@ HOOKS = {
     "transformers.modeling_utils": "register_transformers.pretrained_model",
     "peft.peft_model": "register_transformers.peft_model",
     "trl.generation.vllm_generation": "register_trl.vllm_generation",
+    "trl.trainer.dpo_trainer": "register_trl.preference_trainer",
+    "trl.trainer.kto_trainer": "register_trl.preference_trainer",
     "transformers.generation.continuous_batching.continuous_api": "register_generation.continuous_batching",
     "huggingface_hub.hub_mixin": "savers.hub_mixin",
     "diffusers.models.modeling_utils": "savers.diffusers_model",

@@ -56,6 +56,12 @@ def test_sft_dpo_kto_and_reward_train_as_one_process_on_the_joined_batches(folde
     assert_same(train(folder, kinds, 2, OURS), train(folder, kinds, 1))
 
 
+def test_a_model_that_is_its_own_reference_is_sharded_before_it_is_run(folder):
+    """Under DDP the Trainer has put it onto the GPU by then; here `prepare` does."""
+    kinds = list(trl_runs.PRECOMPUTED)
+    assert_same(train(folder, kinds, 2, OURS), train(folder, kinds, 1))
+
+
 def test_grpo_and_rloo_train_as_under_stock_ddp(folder):
     """What a rank samples depends on the number of ranks, so the measure is DDP on as many."""
     kinds = ["grpo", "rloo"]

@@ -16,6 +16,7 @@ import torch
 WORDS = ("a", "good", "day", "to", "go", "out", "and", "see", "the", "sun", "it", "is", "bad", "not", "so", "well")
 IDS = {word: number for number, word in enumerate(("<pad>", "<s>", "</s>", "<unk>", *WORDS))}
 EXAMPLES = 24
+PRECOMPUTED = ("dpo_precomputed", "kto_precomputed")  # by the model itself, before it is trained
 
 
 def tokenizer() -> Any:
@@ -39,6 +40,9 @@ def save_models(folder: Path) -> None:
         config = transformers.LlamaConfig(vocab_size=len(IDS), **sizes, **special)
         getattr(transformers, name)(config).save_pretrained(folder / name)
         tokenizer().save_pretrained(folder / name)
+    for kind in PRECOMPUTED:
+        for world in (1, 2):  # what is computed before the training is kept beside the data
+            examples(**columns(kind)).save_to_disk(str(folder / f"{kind}{world}data"))
 
 
 def text(number: int, length: int) -> str:
@@ -49,6 +53,17 @@ def examples(**columns: Any) -> Any:
     from datasets import Dataset
 
     return Dataset.from_list([{name: make(i) for name, make in columns.items()} for i in range(EXAMPLES)])
+
+
+def columns(kind: str) -> dict[str, Any]:
+    """Return what a preference trainer is to be given, as functions of the example's number."""
+    if kind.startswith("kto"):
+        return {
+            **{"prompt": lambda i: text(i, 3), "completion": lambda i: text(i + 1, 4)},
+            **{"label": lambda i: i % 2 == 0},
+        }
+    pair = {"chosen": lambda i: text(i + 1, 4), "rejected": lambda i: text(i + 7, 4)}
+    return pair if kind == "reward" else {"prompt": lambda i: text(i, 3), **pair}
 
 
 def reward(completions: list[str], **columns: Any) -> list[float]:
@@ -63,20 +78,23 @@ def trainer(kind: str, folder: Path, world: int) -> Any:
         **{"logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", "report_to": [], "use_cpu": True},
         **{"bf16": False, "disable_tqdm": True},
     }
-    pair = {"chosen": lambda i: text(i + 1, 4), "rejected": lambda i: text(i + 7, 4)}
     model, judge = str(folder / "LlamaForCausalLM"), str(folder / "LlamaForSequenceClassification")
     if kind == "sft":
         return trl.SFTTrainer(model, trl.SFTConfig(**common), train_dataset=examples(text=lambda i: text(i, 6)))
+    if kind in PRECOMPUTED:
+        from datasets import load_from_disk
+
+        data = load_from_disk(str(folder / f"{kind}{world}data"))
+        preference = (trl.DPOConfig, trl.DPOTrainer) if kind.startswith("dpo") else (trl.KTOConfig, trl.KTOTrainer)
+        args = preference[0](**common, precompute_ref_log_probs=True)
+        return preference[1](model, args=args, train_dataset=data)
     if kind == "dpo":
-        data = examples(prompt=lambda i: text(i, 3), **pair)
         syncing = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-        return trl.DPOTrainer(model, args=trl.DPOConfig(**common, **syncing), train_dataset=data)
+        return trl.DPOTrainer(model, args=trl.DPOConfig(**common, **syncing), train_dataset=examples(**columns(kind)))
     if kind == "kto":
-        columns = {"completion": lambda i: text(i + 1, 4), "label": lambda i: i % 2 == 0}
-        data = examples(prompt=lambda i: text(i, 3), **columns)
-        return trl.KTOTrainer(model, args=trl.KTOConfig(**common), train_dataset=data)
+        return trl.KTOTrainer(model, args=trl.KTOConfig(**common), train_dataset=examples(**columns(kind)))
     if kind == "reward":
-        return trl.RewardTrainer(judge, args=trl.RewardConfig(**common), train_dataset=examples(**pair))
+        return trl.RewardTrainer(judge, args=trl.RewardConfig(**common), train_dataset=examples(**columns(kind)))
     assert kind in ("grpo", "rloo"), kind
     made = (trl.GRPOConfig, trl.GRPOTrainer) if kind == "grpo" else (trl.RLOOConfig, trl.RLOOTrainer)
     config = made[0](**common, num_generations=2, max_completion_length=6, beta=0.1)
@@ -88,10 +106,12 @@ def main(folder: Path, kinds: list[str]) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for kind in kinds:
         made = trainer(kind, folder, world)
+        sharded = bool(getattr(made.accelerator, "is_ourshard", False))
+        if kind in PRECOMPUTED:
+            assert ("_ourshard" in vars(made.model)) == sharded  # not on the host, whole on each rank
         made.train()
         made.save_model()
         if made.accelerator.is_main_process:
-            sharded = bool(getattr(made.accelerator, "is_ourshard", False))
             steps = [(log["loss"], log["grad_norm"]) for log in made.state.log_history if "loss" in log]
             print("TOLD" + json.dumps([kind, sharded, steps]), flush=True)
 
