@@ -25,8 +25,8 @@ _HINTS: Mapping[str, str] = {
     "gradient_accumulation_steps": "the argument of TrainingArguments or Accelerator",
     "train_batch_size": "it follows from the batch size of your DataLoader",
     "micro_batch_size": "per_device_train_batch_size of TrainingArguments, or your DataLoader",
-    "optimizer": "a Trainer makes it; in a loop create it in the script",
-    "scheduler": "a Trainer makes it; in a loop create it in the script",
+    "optimizer": "a Trainer makes it, and DummyOptim in a loop; other loops create it",
+    "scheduler": "a Trainer makes it, and DummyScheduler in a loop; other loops create it",
     "grad_scaler": "GradScalerKwargs of Accelerate",
 }
 

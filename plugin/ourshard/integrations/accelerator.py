@@ -22,7 +22,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, gather_object
 
 from ourshard.config import Tier
-from ourshard.integrations import ending, models
+from ourshard.integrations import dummies, ending, models
 from ourshard.integrations.advising import advised
 from ourshard.integrations.arguments import take_plugin
 from ourshard.integrations.joining import JoiningMixin
@@ -130,6 +130,17 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
             raise ValueError(NO_SCALING)
         if self.ourshard_plugin.gradient_clipping is not None:
             raise ValueError(f"gradient_clipping: {self.ourshard_plugin.gradient_clipping}: {NO_CLIPPING}")
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare the objects; those that stand for what DeepSpeed makes of its config are made first."""
+        return super().prepare(*dummies.made(args, self.ourshard_plugin.blocks), **kwargs)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Let the scheduler step with the optimizer: once where it counts its steps, else once for each rank."""
+        prepared = super().prepare_scheduler(scheduler)
+        if dummies.counts_steps(scheduler):
+            prepared.split_batches = True
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

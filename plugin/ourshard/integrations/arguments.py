@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate.utils import GradScalerKwargs
 
+from ourshard.flags.deepspeed import blocks_of
 from ourshard.flags.fsdp import from_fsdp
 from ourshard.flags.objects import from_deepspeed_plugin, from_fsdp_plugin
 from ourshard.flags.result import FlagResult, merge
@@ -43,14 +44,19 @@ def take_plugin(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin:
     if explicit is not None and foreign:
         where = "ourshard_plugin" if own else "ourshard.enable()"
         raise ValueError(f"Accelerator: {where} and {', '.join(foreign)} are both given; give one of them.")
+    blocks = blocks_of(getattr(foreign.get("deepspeed_plugin"), "deepspeed_config", None) or {})
+    blocks = blocks or json.loads(os.environ.get(switch.BLOCKS, "{}"))
     if explicit is not None:
         explicit.check_environment()
+        explicit.blocks = blocks
         return explicit
     result = merge([result, from_environment()])
     _apply_run(result, kwargs)
     say_once(result.notes)
     clipping = result.run.gradient_clipping or float(os.environ.get(switch.GRADIENT_CLIPPING, "0")) or None
-    return ShardPlugin(result.config, gradient_clipping=clipping)
+    plugin = ShardPlugin(result.config, gradient_clipping=clipping)
+    plugin.blocks = blocks
+    return plugin
 
 
 def _scale_losses(said: Mapping[str, Any], kwargs: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ class ShardPlugin:
 
     config: ShardConfig
     gradient_clipping: float | None  # largest norm; each optimizer step clips to it. A DeepSpeed config sets it
+    blocks: Mapping[str, Any]  # optimizer and scheduler of a DeepSpeed config, as written, for who stands for them
     counts: bool  # bytes by kind are counted, whatever `config` says of the ledger; ShardMonitorCallback asks for it
     _changes: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = field(repr=False, compare=False)
 
@@ -42,6 +43,7 @@ class ShardPlugin:
         if gradient_clipping is not None and not gradient_clipping > 0:
             raise ValueError(f"ShardPlugin: gradient_clipping is {gradient_clipping!r}; give a norm above 0, or None.")
         self.gradient_clipping = gradient_clipping
+        self.blocks = {}
         self.counts = False
         self._changes = weakref.WeakKeyDictionary()
 
