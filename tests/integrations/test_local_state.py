@@ -56,12 +56,19 @@ def goes_on(root: str, config: dict[str, Any], kind: Any = EightBits) -> dict[st
     steps(model, optimizer, range(2))
     accelerator.save_state(root)
     kept = {key for state in optimizer.optimizer.state.values() for key in state}
+    kinds = kinds_of(optimizer)
     wanted = steps(model, optimizer, range(2, 5)), ourshard.full_state_dict(model)
     accelerator.free_memory()
     accelerator, model, optimizer = made(config, kind)
     steps(model, optimizer, range(7, 9))
     accelerator.load_state(root)
-    return {"kept": kept, "wanted": wanted, "found": (steps(model, optimizer, range(2, 5)), whole(model))}
+    told = {"kept": kept, "wanted": wanted, "kinds": kinds, "kinds_then": kinds_of(optimizer)}
+    return {**told, "found": (steps(model, optimizer, range(2, 5)), whole(model))}
+
+
+def kinds_of(optimizer: Any) -> list[str]:
+    """Return the classes of all that an optimizer keeps."""
+    return sorted(type(value).__name__ for state in optimizer.optimizer.state.values() for value in state.values())
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -110,6 +117,23 @@ def saves_whole_ones(root: str) -> str:
 def test_tensors_of_such_a_class_of_whole_parameters_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
     for told in ranks(2)(saves_whole_ones, str(tmp_path)):
         assert "which is stepped whole, in a Coded" in told
+
+
+class OfClassOnOwners(OfClass):
+    elementwise = False
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, OfClass), (2, OfClassOnOwners)], ids=["whole", "owned"])
+def test_tensors_of_such_a_class_of_whole_parameters_come_back_in_whole_checkpoints(
+    ranks: Any, tmp_path: Path, stage: int, kind: Any
+) -> None:
+    """At stage 0 what they stand for was saved, and from then on the optimizer kept float32."""
+    both = ranks(2)(goes_on, str(tmp_path), {"stage": stage, **FULL}, kind)
+    for told in both:
+        assert told["found"][0] == told["wanted"][0]
+        assert all(torch.equal(told["found"][1][key], value) for key, value in told["wanted"][1].items())
+        assert told["kinds"] == told["kinds_then"]
+    assert any("Coded" in told["kinds"] for told in both)  # an owner of small ones alone has none
 
 
 REPLICAS: dict[str, Any] = {"stage": 3, "shard_size": 2}
@@ -161,13 +185,15 @@ def test_another_layout_is_told_what_to_do_and_nothing_is_changed(
         assert "the same parameters trained" in told or "parameter groups" in told
 
 
-@pytest.mark.parametrize("config", [{}, FULL], ids=["rows", "whole"])
+@pytest.mark.parametrize(
+    ("config", "kind"), [({}, EightBits), (FULL, EightBits), (FULL, OfClass)], ids=["rows", "whole", "of a class"]
+)
 def test_blocks_of_whole_parameters_are_not_taken_for_those_of_rows(
-    ranks: Any, tmp_path: Path, config: dict[str, Any]
+    ranks: Any, tmp_path: Path, config: dict[str, Any], kind: Any
 ) -> None:
     """Once the scales of the whole parameter were given to each rank's rows without a word."""
-    ranks(2)(saves, str(tmp_path), {"stage": 0, **config})
-    for told in ranks(2)(refuses, str(tmp_path), config):
+    ranks(2)(saves, str(tmp_path), {"stage": 0, **config}, kind=kind)
+    for told in ranks(2)(refuses, str(tmp_path), config, kind=kind):
         assert "of the whole parameter, in a layout of the optimizer's own" in told
 
 

@@ -2,8 +2,9 @@
 
 Shape of what is saved: `{"state": {"0/name": {"exp_avg": whole tensor, "step": ...}}, "param_groups": [{..., "params":
 ["0/name", ...]}]}`; the number before the name is the model's, in the order of `prepare`. Where one rank steps a
-parameter whole (Note [Owners] in runtime/owners.py), its state is sent by that rank as it is, of whatever shape. What
-only this layout can read (Note [Local state] in checkpoint/local_state.py) is beside "state", under "local":
+parameter whole (Note [Owners] in runtime/owners.py), its state is sent by that rank as it is, of whatever shape.
+Tensors of classes that stand for others are saved as those (checkpoint/tensor_classes.py), and made again. What only
+this layout can read (Note [Local state] in checkpoint/local_state.py) is beside "state", under "local":
 `{"0/name of a run and of a rank's part": {"absmax": that rank's tensor, ...}}`.
 """
 
@@ -19,12 +20,13 @@ from torch.optim import Optimizer
 from ourshard.checkpoint.coding import begin_anew
 from ourshard.checkpoint.local_state import all_keep_local, split_local
 from ourshard.checkpoint.stepping import other_kinds
+from ourshard.checkpoint.tensor_classes import CLASS, check_classes, flattened, rebuilt
 from ourshard.integrations import whole_local
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import has_owners, put_away
 from ourshard.runtime.run import Run
-from ourshard.runtime.states import is_of_elements, problem_of_class, problem_of_nested
+from ourshard.runtime.states import is_of_elements, problem_of_nested, stands_for_others
 from ourshard.runtime.wording import shorten
 
 State = dict[str, Any]
@@ -107,11 +109,9 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
 def _refuse_unsaved(optimizer: Optimizer, pieces: Sequence[_Piece], engines: Sequence[Engine]) -> None:
     """Raise ValueError on all ranks for state that has no place in a file."""
     problems = [
-        (problem_of_nested if piece.flat else problem_of_class)(
-            optimizer, key, value, piece.lane.name_of(piece.position)
-        )
+        problem_of_nested(optimizer, key, value, piece.lane.name_of(piece.position))
         for piece in pieces
-        if piece.run is not None
+        if piece.flat
         for key, value in _state(optimizer, piece).items()
     ]
     for engine in engines[:1]:
@@ -144,8 +144,12 @@ def _stepped(piece: _Piece) -> torch.Tensor:
 
 
 def _state(optimizer: Optimizer, piece: _Piece) -> State:
+    """Return the state of what the optimizer steps, that of a whole parameter in plain tensors."""
     state: State = optimizer.state.get(_stepped(piece), {})
-    return state
+    if piece.flat or not any(stands_for_others(value) for value in state.values()):
+        return state
+    plain = (flattened(key, value) if stands_for_others(value) else {key: value} for key, value in state.items())
+    return {key: value for each in plain for key, value in each.items()}
 
 
 def _is_elementwise(value: Any, piece: _Piece) -> bool:
@@ -238,6 +242,8 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
     """Take over a state in the form that `gather` returns, which was read from `path`; raises as `load` does."""
     _check_groups(optimizer, engines, saved["param_groups"], path)
     local = saved.get(LOCAL, {})
+    for state in saved["state"].values():
+        check_classes({key: value for key, value in state.items() if str(key).endswith(CLASS)})
     _refuse_other_layout(optimizer, engines, saved["state"], local, path)
     for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
@@ -358,9 +364,9 @@ def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
             state[key] = own
         else:
             state[key] = value
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not str(key).endswith(CLASS):
                 state[key] = value.to(stepped.device if on_device or value.dim() else value.device, copy=True)
-    return state
+    return rebuilt(state)
 
 
 def _own_rows(value: torch.Tensor, piece: _Piece) -> torch.Tensor:

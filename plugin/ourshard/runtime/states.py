@@ -67,8 +67,8 @@ def problem_of_class(optimizer: Optimizer, key: Any, value: Any, name: str) -> s
         return None
     return (
         f"{type(optimizer).__name__} keeps {key!r} of {name!r}, which is stepped whole, in a {type(value).__name__}: "
-        "that is saved of rows alone. Use several ranks and stage 1 to 3, without `elementwise = False`, an optimizer "
-        "of 8 bits that keeps plain tensors, as those of bitsandbytes, or save the weights alone."
+        "no checkpoint by rows has that. Use checkpoint.format: full; or several ranks and stage 1 to 3, without "
+        "`elementwise = False`; or an optimizer of 8 bits that keeps plain tensors, as those of bitsandbytes."
     )
 
 
