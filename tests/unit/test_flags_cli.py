@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -58,6 +59,37 @@ def test_a_translation_says_what_belongs_to_the_trainer_and_what_has_no_meaning(
     assert "note: gradient_clipping = 1.0 is not part of the config: max_grad_norm" in printed
     assert "note: zero3_init_flag: no meaning here" in printed
     assert load(tmp_path / "new.yaml")["mixed_precision"] == "bf16"
+
+
+RUN = {
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 10}},
+}
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [{"initial_scale_power": 12, "loss_scale_window": 500}, {"loss_scale": 128}, {"initial_scale_power": 8}, {}],
+)
+def test_a_translation_to_deepspeed_keeps_what_its_file_says_of_the_run(tmp_path: Path, scale: dict[str, Any]) -> None:
+    old = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto", **scale}, **RUN}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    printed = run("translate", tmp_path / "old.json", "-o", tmp_path / "new.json", "--to", "deepspeed")
+    new = json.loads((tmp_path / "new.json").read_text())
+    assert {key: new[key] for key in RUN} == RUN
+    assert new["fp16"] == old["fp16"]
+    assert "is not part of the config" not in printed
+
+
+def test_a_translation_to_fsdp_names_what_it_can_not_take_along(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, **RUN}))
+    printed = run("translate", tmp_path / "old.json", "-o", tmp_path / "new.yaml", "--to", "fsdp")
+    for name in ("gradient_clipping = 0.5", "gradient_accumulation_steps = 4", "optimizer = {'type'", "scheduler = {"):
+        assert f"note: {name}" in printed, printed
 
 
 def test_a_precision_that_deepspeed_has_no_word_for_is_noted(tmp_path: Path) -> None:

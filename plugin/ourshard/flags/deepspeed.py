@@ -5,16 +5,17 @@ Every `"auto"` is replaced by the Trainer's or Accelerate's value, or dropped so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ourshard.config import CommunicationConfig, ShardConfig
-from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, ZERO
+from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, NEVER, ZERO
 from ourshard.flags.files import load
 from ourshard.flags.fsdp import unsayable
 from ourshard.flags.language import Language, in_source, normalise
-from ourshard.flags.result import FlagResult, disagreement, merge
+from ourshard.flags.result import FlagResult, RunSettings, disagreement, merge
 from ourshard.values import flatten
 
 DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
@@ -143,11 +144,13 @@ def _check_batch(result: FlagResult, world_size: int | None, source: str) -> Non
         )
 
 
-def to_deepspeed(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
+def to_deepspeed(config: ShardConfig, run: RunSettings | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write `config` as a `ds_config.json`; the notes say what DeepSpeed has no word for.
 
-    Batch sizes, accumulation, clipping and precision are written as `"auto"`, for the Trainer or Accelerate to fill.
+    Batch sizes, accumulation and clipping are written as `run` has them, or as `"auto"`, as precision is, for the
+    Trainer or Accelerate to fill.
     """
+    run = run or RunSettings()
     raw: dict[str, Any] = {"zero_optimization": _zero(config)}
     raw |= {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     dtypes = {name: _SHORT.get(str(getattr(config.precision, name))) for name in ("param_dtype", "buffer_dtype")}
@@ -163,10 +166,25 @@ def to_deepspeed(config: ShardConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
         raw["activation_checkpointing"] = {"cpu_checkpointing": True}
     if config.ledger:
         raw["comms_logger"] = {"enabled": True}
-    for key in ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size"):
-        raw[key] = "auto"
-    raw["train_micro_batch_size_per_gpu"] = "auto"
+    raw["fp16"] |= _scale(run.grad_scaler)
+    sizes = {
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
+        "gradient_clipping": run.gradient_clipping,
+        "train_batch_size": run.train_batch_size,
+        "train_micro_batch_size_per_gpu": run.micro_batch_size,
+    }
+    raw |= {key: "auto" if value is None else value for key, value in sizes.items()}
+    raw |= {name: dict(block) for name, block in (("optimizer", run.optimizer), ("scheduler", run.scheduler)) if block}
     return raw, unsayable(config, from_deepspeed(raw).config, "DeepSpeed")
+
+
+def _scale(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the arguments of torch's GradScaler as keys of an `fp16` block."""
+    start, steps = scaler.get("init_scale"), scaler.get("growth_interval")
+    if start is not None and (steps == NEVER or not math.log2(start).is_integer()):
+        return {"loss_scale": start}
+    power = {} if start is None else {"initial_scale_power": int(math.log2(start))}
+    return {**power, **({} if steps is None else {"loss_scale_window": steps})}
 
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -13,6 +13,7 @@ from typing import Any
 from ourshard.flags.language import Flag, Kind, Outcome, Reader, idle, mapped, refused
 from ourshard.values import nearest
 
+NEVER = 2**31 - 1  # steps after which a loss scale grows
 _LARGEST_SCALE = 2.0**128  # torch's scaler holds it in fp32
 
 BOOL, INT, FLOAT, TEXT, NAMES, ANY = Kind.BOOL, Kind.INT, Kind.FLOAT, Kind.TEXT, Kind.NAMES, Kind.ANY
@@ -97,7 +98,7 @@ def _read_loss_scale(value: float, _: Mapping[str, Any]) -> Outcome:
     if value == 0:
         return Outcome()
     return Outcome(
-        {"run.grad_scaler.init_scale": value, "run.grad_scaler.growth_interval": 2**31 - 1},
+        {"run.grad_scaler.init_scale": value, "run.grad_scaler.growth_interval": NEVER},
         note="the scale starts there and does not grow; torch's scaler still halves it after an overflow.",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ourshard.flags import native
-from ourshard.flags.deepspeed import to_deepspeed
+from ourshard.flags.deepspeed import blocks_of, to_deepspeed
 from ourshard.flags.files import load
 from ourshard.flags.fsdp import FSDP, to_fsdp, to_parallelism
 from ourshard.flags.language import Kind, normalise
@@ -25,8 +26,8 @@ _HINTS: Mapping[str, str] = {
     "gradient_accumulation_steps": "the argument of TrainingArguments or Accelerator",
     "train_batch_size": "it follows from the batch size of your DataLoader",
     "micro_batch_size": "per_device_train_batch_size of TrainingArguments, or your DataLoader",
-    "optimizer": "a Trainer makes it, and DummyOptim in a loop; other loops create it",
-    "scheduler": "a Trainer makes it, and DummyScheduler in a loop; other loops create it",
+    "optimizer": "create it in the script, or let TrainingArguments",
+    "scheduler": "create it in the script, or let TrainingArguments",
     "grad_scaler": "GradScalerKwargs of Accelerate",
 }
 
@@ -55,9 +56,11 @@ def translate(old: Path, output: Path, form: str = "native") -> Translation:
     if "distributed_type" in values and not any(values.get(section) for section in SECTIONS):
         raise ValueError(f"{old}: nothing to translate; it has none of {', '.join(SECTIONS)}.")
     kept = {key: value for key, value in values.items() if key not in _REPLACED} if "distributed_type" in values else {}
-    if result.run.mixed_precision and kept.get("mixed_precision") in (None, "no"):
+    if result.run.mixed_precision and kept.get("mixed_precision") in (None, False, "no"):
         kept["mixed_precision"] = result.run.mixed_precision
-    translation = _WRITERS[form](kept, result, output, old.name)
+    written = blocks_of(values.get("deepspeed_config") or values)  # with each "auto", which a result does not hold
+    run = dataclasses.replace(result.run, **written)
+    translation = _WRITERS[form](kept, dataclasses.replace(result, run=run), output, old.name)
     return Translation(translation.files, (*result.notes, *translation.notes))
 
 
@@ -83,6 +86,13 @@ def elsewhere(result: FlagResult, handed_over: Collection[str] = ()) -> tuple[st
     return tuple(f"{key} = {value!r} is not part of the config: {_HINTS[key]}." for key, value in said.items())
 
 
+def of_blocks(blocks: Mapping[str, Any]) -> tuple[str, ...]:
+    """Say who makes the optimizer and scheduler blocks of a DeepSpeed config that is in force as it is."""
+    names = " and ".join(blocks)
+    hint = "a Trainer makes them, and DummyOptim and DummyScheduler in a loop; any other loop goes by its own"
+    return (f"{names} of the DeepSpeed config: {hint}.",) if blocks else ()
+
+
 def _to_fsdp(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
     said = kept.get("num_processes")
     ranks = None if said is None else normalise(Kind.INT, said, "num_processes")
@@ -97,12 +107,13 @@ def _to_fsdp(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str
         for key, flag in flags.items()
     }
     comments |= {f"parallelism_config.{key}": f"shard_size: {here['shard_size']}" for key in beside}
-    return Translation({output: native.dump(document, comments, f"Translated from {old}.")}, notes)
+    text = native.dump(document, comments, f"Translated from {old}.")
+    return Translation({output: text}, (*notes, *elsewhere(result, ("mixed_precision",))))
 
 
 def _to_deepspeed(kept: Mapping[str, Any], result: FlagResult, output: Path, old: str) -> Translation:
     """Write a `ds_config.json`, and an Accelerate config that names it when the output is YAML."""
-    values, notes = to_deepspeed(result.config)
+    values, notes = to_deepspeed(result.config, result.run)
     for dtype in ("bf16", "fp16") if "mixed_precision" in kept else ():  # Accelerate refuses it beside a file
         values[dtype]["enabled"] = kept["mixed_precision"] == dtype
     precision = kept.get("mixed_precision")

@@ -17,6 +17,7 @@ from ourshard.flags.fsdp import from_fsdp
 from ourshard.flags.objects import from_deepspeed_plugin, from_fsdp_plugin
 from ourshard.flags.result import FlagResult, merge
 from ourshard.flags.sources import from_environment
+from ourshard.flags.translate import of_blocks
 from ourshard.integrations import switch
 from ourshard.integrations.notes import say_once
 from ourshard.integrations.plugin import ShardPlugin
@@ -52,7 +53,7 @@ def take_plugin(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin:
         return explicit
     result = merge([result, from_environment()])
     _apply_run(result, kwargs)
-    say_once(result.notes)
+    say_once([*result.notes, *(of_blocks(blocks) if foreign else ())])
     clipping = result.run.gradient_clipping or float(os.environ.get(switch.GRADIENT_CLIPPING, "0")) or None
     plugin = ShardPlugin(result.config, gradient_clipping=clipping)
     plugin.blocks = blocks

@@ -16,7 +16,7 @@ from typing import Any
 from ourshard.flags.deepspeed import blocks_of
 from ourshard.flags.result import RUN, FlagResult, build, disagreement, merge
 from ourshard.flags.sources import for_environment, from_environment
-from ourshard.flags.translate import elsewhere
+from ourshard.flags.translate import elsewhere, of_blocks
 from ourshard.integrations.cluster_config import Section
 from ourshard.integrations.notes import say_once
 from ourshard.integrations.switch import (
@@ -44,7 +44,10 @@ _DEEPSPEED_FLAGS = (
 )
 _ON_CPU = "ACCELERATE_USE_CPU"
 # Of a run's settings
-_HANDED_OVER = ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping", "grad_scaler")
+_HANDED_OVER = (
+    *("mixed_precision", "gradient_accumulation_steps", "gradient_clipping", "grad_scaler"),
+    *("optimizer", "scheduler"),
+)
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # see `_let_ranks_restart` in `_ourshard_autoload`
 
 
@@ -191,7 +194,7 @@ def _check_sizes(result: FlagResult, args: Namespace) -> None:
 def _hand_over(environment: Environment, wanted: FlagResult, args: Namespace) -> None:
     """Write the switch and the config to the workers' environment."""
     if not getattr(args, "machine_rank", 0):  # the first machine, or the only one
-        say_once([*wanted.notes, *elsewhere(wanted, _HANDED_OVER)])
+        say_once([*wanted.notes, *of_blocks(_blocks(args)), *elsewhere(wanted, _HANDED_OVER)])
     for name in _OTHER_ENGINES:
         environment.pop(name, None)
     environment[SWITCH] = "true"
