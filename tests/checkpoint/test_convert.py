@@ -91,7 +91,24 @@ def test_include_and_exclude_choose_by_name_with_state_groups_and_ties(ours: Pat
         listed = [name for group in source.description.param_groups for name in group["params"]]
         assert set(listed) == {key.name for key in source.tensors if key.kind == "exp_avg"}
     with pytest.raises(ValueError, match="none of the"):
-        convert(ours, tmp_path / "none", to="ourshard", include=["nothing.*"])
+        convert(ours, tmp_path / "none", to="ourshard", exclude=["*"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": ["block.*", "nothing.*"]}, r"the pattern 'nothing\.\*' fits no name .*a whole one, such as '"),
+        ({"exclude": ["embed"]}, "the pattern 'embed' fits no name"),
+        ({"rename": ["^block=layer", "^blocks=layers"]}, r"the rename rule '\^blocks=layers' fits no name"),
+    ],
+)
+def test_patterns_and_rules_that_fit_no_name_are_refused(
+    ours: Path, tmp_path: Path, options: dict[str, list[str]], message: str
+) -> None:
+    """What was to be left out was in the result, under a name that was misspelt."""
+    with pytest.raises(ValueError, match=message):
+        convert(ours, tmp_path / "out", to="ourshard", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 def test_rename_rules_apply_in_order_to_tensors_state_groups_and_ties(ours: Path, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ class Selection:
         if self.adapters_only:
             source = view.only_adapters(source)
         if self.include or self.exclude:
+            view.check_patterns(source, (*self.include, *self.exclude))
             source = view.select(source, view.by_patterns(self.include, self.exclude))
         if self.rename:
             source = view.rename(source, self.rename)
@@ -270,7 +271,7 @@ def _check_space(temporary: Path, nbytes: int) -> None:
     folder = next(parent for parent in temporary.resolve().parents if parent.exists())
     free = shutil.disk_usage(folder).free + sum(size for _, size, _ in _files(temporary))
     if free < nbytes:
-        raise OSError(f"{folder} has {free / 1e9:.1f} GB left, the result needs {nbytes / 1e9:.1f} GB")
+        raise OSError(f"{folder} has {file_text(free)} left, the result needs {file_text(nbytes)}")
 
 
 def _budget(memory: int) -> int:

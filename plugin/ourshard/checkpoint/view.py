@@ -131,6 +131,22 @@ def by_patterns(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str
     )
 
 
+def check_patterns(source: Source, patterns: Sequence[str]) -> None:
+    """Raise ValueError for a pattern that fits no name: what it was to take or to leave out is called otherwise."""
+    names = _names(source)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"the pattern {pattern!r} fits no name of {source.path}; it has to fit a whole one, such as {names[0]!r}"
+            )
+
+
+def _names(source: Source) -> list[str]:
+    """Return all names of a checkpoint, of its tensors first."""
+    described = source.description
+    return [*dict.fromkeys([*(key.name for key in source.tensors), *described.ties, *described.extra_state])]
+
+
 def select(source: Source, wanted: Callable[[str], bool]) -> View:
     """Return the tensors whose parameter or buffer is wanted. A wanted alias takes the place of an unwanted owner."""
     names = {name for key in source.tensors if wanted(name := key.name)}
@@ -171,11 +187,14 @@ def select(source: Source, wanted: Callable[[str], bool]) -> View:
 
 def rename(source: Source, rules: Sequence[str]) -> View:
     """Return a view under other names. Each rule is "REGEX=REPLACEMENT", as re.sub takes them, applied in order."""
-    parsed = [_parse_rule(rule) for rule in rules]
+    parsed = [(rule, *_parse_rule(rule)) for rule in rules]
+    idle = dict.fromkeys(rules)
 
     def renamed(name: str) -> str:
-        for pattern, replacement in parsed:
-            name = pattern.sub(replacement, name)
+        for rule, pattern, replacement in parsed:
+            name, times = pattern.subn(replacement, name)
+            if times:
+                idle.pop(rule, None)
         return name
 
     origins: dict[TensorKey, TensorKey] = {}
@@ -184,7 +203,10 @@ def rename(source: Source, rules: Sequence[str]) -> View:
         if other in origins:
             raise ValueError(f"the rename rules give both {origins[other].name} and {key.name} the name {other.name}")
         origins[other] = key
-    return View(source, origins, _rename_description(source.description, renamed))
+    described = _rename_description(source.description, renamed)
+    if idle:
+        raise ValueError(f"the rename rule {next(iter(idle))!r} fits no name of {source.path}")
+    return View(source, origins, described)
 
 
 def _parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
