@@ -97,7 +97,7 @@ def test_include_and_exclude_choose_by_name_with_state_groups_and_ties(ours: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"include": ["block.*", "nothing.*"]}, r"the pattern 'nothing\.\*' fits no name .*a whole one, such as '"),
+        ({"include": ["block.*", "nothing.*"]}, r"the pattern 'nothing\.\*' fits no name .*one whole, as '"),
         ({"exclude": ["embed"]}, "the pattern 'embed' fits no name"),
         ({"rename": ["^block=layer", "^blocks=layers"]}, r"the rename rule '\^blocks=layers' fits no name"),
     ],

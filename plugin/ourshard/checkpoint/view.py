@@ -137,7 +137,7 @@ def check_patterns(source: Source, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
-                f"the pattern {pattern!r} fits no name of {source.path}; it has to fit a whole one, such as {names[0]!r}"
+                f"the pattern {pattern!r} fits no name of {source.path}; it has to fit one whole, as {names[0]!r}"
             )
 
 
