@@ -431,3 +431,25 @@ def test_state_is_saved_whole_and_loads_on_another_world_and_stage(ranks, kind, 
     ranks(4)(whole_state, {"stage": 3, "persist_below": 0, **DIVIDED}, kind, file, 4)
     ranks(2)(whole_state, {"stage": 0}, kind, file, 6)
     ranks(2)(whole_state, {"stage": 2, "persist_below": 100}, kind, file, 8)
+
+
+def kernels() -> nn.Module:
+    """Return a small layer of each kind, with kernels one element wide this way and that."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(1, 3, 3, padding=1), nn.Conv1d(3, 1, 3, padding=1))
+
+
+def state_of_kernels(persist_below: int) -> None:
+    from ourshard.integrations import optimizer_state
+
+    both = pair({"stage": 3, "persist_below": persist_below}, kernels, maker("Adafactor"))
+    both.train(2, lambda model, x: model(x[:, None]).square().mean())
+    saved = optimizer_state.gather(both.optimizer, [both.engine])["state"]
+    for name, parameter in both.plain.named_parameters():
+        for key, value in both.plain_optimizer.state[parameter].items():
+            torch.testing.assert_close(torch.as_tensor(saved[f"0/{name}"][key]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("persist_below", [0, 1000])
+def test_a_factor_of_a_parameters_own_shape_is_saved_beside_factors_of_others(ranks, persist_below):
+    ranks(2)(state_of_kernels, persist_below)

@@ -204,7 +204,7 @@ def _gather_lane(
         flat = torch.zeros(lane.master.numel(), dtype=dtype, device=lane.master.device)
         for piece in pieces:
             value = _state(optimizer, piece).get(name)
-            if value is not None:
+            if value is not None and _is_elementwise(value, piece):  # of one name, another parameter's may be factored
                 lane.rows_view(flat, piece.position).copy_(_rows_of(value, piece))
         whole = lane.gather_exact(flat)
         for key, position in positions.items() if keep else ():
