@@ -254,3 +254,35 @@ def test_ranks_take_statistics_between_two_backwards_of_what_was_computed_before
 def test_buffers_of_a_block_that_rank_0_skips_stay_the_same_on_all_ranks(ranks):
     for mine, theirs in zip(*ranks(2)(buffers_after_training, ENDS["stage 0"], 0), strict=True):
         assert all(torch.equal(buffer, theirs[name]) for name, buffer in mine.items() if not name.endswith("seen"))
+
+
+class Rotated(nn.Module):
+    """A layer whose weight is turned by a buffer, which backward reads and no forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("turn", torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ self.turn
+
+
+def two_backwards_after_loading(config: dict[str, Any], folder: str) -> None:
+    from ourshard import full_state_dict, load_full_state_dict
+    from ourshard.checkpoint.running import load, save
+
+    model = shard_model(Rotated(), config)
+    save(model, None, folder)
+    for again in (lambda: load(model, None, folder), lambda: load_full_state_dict(model, full_state_dict(model))):
+        again()
+        first, second = (square_loss(model, numbers(dist.get_rank(), 4)) for _ in range(2))
+        first.backward()
+        second.backward()
+
+
+@pytest.mark.parametrize("config", ENDS.values(), ids=ENDS)
+def test_buffers_that_were_loaded_are_no_ranks_own_update(ranks, config, tmp_path):
+    """Taken for one, they were written to by other ranks at the end of the first backward, between the two."""
+    ranks(2)(two_backwards_after_loading, config, str(tmp_path / "saved"))

@@ -340,7 +340,7 @@ def load(
         with together(engine, f"load: reading {name}"):
             if weights:
                 engine.land_masters()
-                _load_weights(source, portions, buffers, saved.names)
+                _load_weights(engine, source, portions, buffers, saved.names)
                 _load_extra_states(engine, source)
             if concerned:
                 stepping.split_uneven(engine, concerned, portions_of(engine), saved)
@@ -478,7 +478,11 @@ def _load_extra_states(engine: Engine, source: Source) -> None:
 
 
 def _load_weights(
-    source: Source, portions: Sequence[Portion], buffers: Sequence[Buffer], names: Mapping[str, str]
+    engine: Engine,
+    source: Source,
+    portions: Sequence[Portion],
+    buffers: Sequence[Buffer],
+    names: Mapping[str, str],
 ) -> None:
     for portion in portions:
         run = source.read_run(TensorKey(PARAM, names[portion.name]), portion.start, portion.stop)
@@ -487,3 +491,4 @@ def _load_weights(
         key = _buffer_key(source, buffer)
         assert key is not None
         buffer.tensor.copy_(source.read(key))
+    engine.buffers.take_loaded(buffer.tensor for buffer in buffers)

@@ -10,6 +10,7 @@ shape takes part, and keeps what it has.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,13 @@ class UpdatedBuffers:
                 label = f"{name}.{attribute}" if name else attribute
                 form = (value.shape, value.dtype, value, _versions(module, value))
                 self._watched.append(_Watched(label, module, attribute, *form))
+
+    def take_loaded(self, loaded: Iterable[torch.Tensor]) -> None:
+        """Remember buffers that were written to on all ranks alike: no forward has changed them."""
+        known = {id(buffer) for buffer in loaded}
+        for watched in self._watched:
+            if id(watched.now) in known:
+                watched.look()
 
     def let_differ(self) -> None:
         """Leave each rank what it has, as DDP does without `broadcast_buffers`."""

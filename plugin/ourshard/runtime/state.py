@@ -267,6 +267,7 @@ def _check_state(
     shapes |= {name: tuple(value.shape) for name, value in others.items()}
     wrong = [
         f"{name}: {tuple(state[name].shape)} given, {shape} wanted"
+    engine.buffers.take_loaded(others[name] for name in state if name in others)
         for name, shape in shapes.items()
         if name in state and tuple(state[name].shape) != shape
     ]
