@@ -240,3 +240,38 @@ def test_torchs_own_scaler_is_refused_with_the_one_to_take_and_that_agrees_on_ov
     for text, scales, finite in ranks(2)(scaled_by_hand, TOY["stage 2"], adopts):
         assert "Use `ourshard.ShardGradScaler`" in text
         assert (scales, finite) == ([64.0, 32.0, 32.0], True)
+
+
+def early_exit(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return a loss that leaves the blocks after the first, and the last layer, without a gradient."""
+    return model.blocks[0](model.first(rows)).pow(2).mean()
+
+
+def gradients_after_a_drop(config: dict[str, Any] | None) -> tuple[dict[str, torch.Tensor], list[list[str]]]:
+    """Drop gradients, then train inside of `gathered` what has fewer; first after a forward that has no backward.
+
+    Return the weights, and who had a gradient.
+    """
+    import ourshard
+
+    model = toy() if config is None else ourshard.shard_model(toy(), config)
+    optimizer, seen = sgd(model.parameters()), []
+    for loss_of in (square_loss, early_exit, early_exit):
+        rows = numbers(len(seen), 4)
+        rows = rows if config is None else rows.chunk(2)[dist.get_rank()]
+        square_loss(model, rows)
+        with ourshard.gathered(model) if config else nullcontext():
+            loss_of(model, rows).backward()
+        seen.append([name for name, parameter in model.named_parameters() if parameter.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    return (model.state_dict() if config is None else ourshard.full_state_dict(model)), seen
+
+
+def test_gradients_that_were_dropped_do_not_come_back_at_the_end_of_gathered(ranks):
+    wanted, who = gradients_after_a_drop(None)
+    leaves = {"stage": 3, "persist_below": 1000, "wrap": {"min_params": 5}}  # units of plain parameters alone
+    for config in (*TOY.values(), leaves):
+        for found, seen in ranks(2)(gradients_after_a_drop, config):
+            assert seen == who, config
+            assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), config

@@ -311,17 +311,6 @@ class Engine:
             for unit in self.units:
                 unit.before_backward()
 
-    def take_gathered_gradients(self) -> None:
-        """Reduce what backwards inside of `gathered` left, where no hook did. Collective."""
-        if not self.require_sync:
-            for unit in self.units:
-                unit.put_aside()
-            return
-        self.sync_backward = True
-        for unit in self.units:
-            unit.reduced = False
-        settle(self, self.units)
-
     def begin_backward(self) -> None:
         """Open the backward phase with its first gradient, and bring the root back if it was released. Idempotent."""
         if self.phase_is_backward or self.gathered_depth:

@@ -13,7 +13,8 @@ from ourshard.runtime.engine import Engine
 from ourshard.runtime.in_backward import check_whole_step
 from ourshard.runtime.kept import count_references, count_uses, hear_of_gradients, leave_views, note_taken
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.shown import hide_gradients, show, take_writes
+from ourshard.runtime.settling import settle
+from ourshard.runtime.shown import hide_gradients, show, show_gradients, take_writes
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
 from ourshard.runtime.writing import take_whole, write_whole
@@ -68,7 +69,22 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
     if everything and engine.outside_of_forward:
         made = _direct_gradients(engine) != before or _has_leaf_gradients(engine)
         if engine.control.any_of([made], "the end of gathered")[0]:
-            engine.take_gathered_gradients()
+            _take_gradients(engine)
+
+
+def _take_gradients(engine: Engine) -> None:
+    """Reduce what backwards inside of `gathered` left, where no hook did. Collective."""
+    for lane in engine.lanes():
+        lane.forget_released()  # a unit that got nothing is not reduced, which would have noticed
+    if not engine.require_sync:
+        for unit in engine.units:
+            unit.put_aside()
+        return
+    engine.sync_backward = True
+    for unit in engine.units:
+        unit.reduced = False
+    settle(engine, engine.units)
+    show_gradients(engine.held)
 
 
 def check_readable(engine: Engine) -> None:
@@ -251,6 +267,7 @@ def load_full_state_dict(engine: Engine, state: Mapping[str, Any], strict: bool 
             others[name].copy_(value)
         elif name in extra:
             extra[name].set_extra_state(value)
+    engine.buffers.take_loaded(others[name] for name in state if name in others)
     if engine.in_backward is not None:
         engine.in_backward.mend()
     engine.masters_changed()
@@ -267,7 +284,6 @@ def _check_state(
     shapes |= {name: tuple(value.shape) for name, value in others.items()}
     wrong = [
         f"{name}: {tuple(state[name].shape)} given, {shape} wanted"
-    engine.buffers.take_loaded(others[name] for name in state if name in others)
         for name, shape in shapes.items()
         if name in state and tuple(state[name].shape) != shape
     ]
