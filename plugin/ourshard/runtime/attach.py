@@ -40,10 +40,13 @@ def _guests(engine: Engine, unit: Unit) -> list[Lane]:
 
 
 def _open_doors(engine: Engine, model: nn.Module) -> None:
-    """Let modules of the root's parameters be called on their own."""
+    """Let modules that have parameters of the root be called on their own, and modules around those.
+
+    A forward may read parameters of modules that it does not call: lists of parameters, another layer's weight.
+    """
     inside = {id(m) for unit in engine.units for module in unit.modules for m in module.modules()}
     lanes = [lane for unit in engine.rooted for lane in unit.lanes]
-    doors = {id(site.module): site.module for lane in lanes for p in lane.parameters for site in p.sites}
-    for module in doors.values():
-        if module is not model and id(module) not in inside:
+    owners = {id(site.module) for lane in lanes for p in lane.parameters for site in p.sites}
+    for module in model.modules():
+        if module is not model and id(module) not in inside and any(id(m) in owners - inside for m in module.modules()):
             DoorHooks(engine).attach(module)

@@ -238,10 +238,13 @@ class Engine:
             self.reset()
 
     def read_sync(self) -> None:
-        """Let the backward of a module that is called on its own sync as one of the whole model would."""
+        """Let a module that is called on its own train the parameters, and sync, as one of the whole model would."""
         if self.outside_of_forward and torch.is_grad_enabled():
             self.sync_backward = self.require_sync
 
+            if not self._doors:
+                take_shown(self.held)
+                self.follow_requires_grad()
     def open_door(self, units: Sequence[Unit]) -> None:
         """Make rooted units whole, the root among them, for a module that is called on its own. Doors nest."""
         self._doors += 1

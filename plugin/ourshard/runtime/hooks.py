@@ -225,8 +225,10 @@ class UnitHooks:
         given = self._casts.inputs(args, kwargs)
         if engine.gathered_depth:
             return given
-        if not engine.forward_has_grad and self._is_alone():
-            engine.open_door((engine.root,))
+        if not engine.forward_has_grad:
+            engine.read_sync()
+            if self._is_alone():
+                engine.open_door((engine.root,))
         return self._enter(*given or (args, kwargs)) or given
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,8 +243,6 @@ class UnitHooks:
             return None
         if recomputing:
             return None
-        if not engine.forward_has_grad:
-            engine.read_sync()
         found: list[torch.Tensor] = []
         collect_inputs(args, found)
         collect_inputs(kwargs.values(), found)
