@@ -12,7 +12,7 @@ from ourshard.runtime.api import engine_of, shard_model
 from torch import nn
 
 from tests.ranks.nets import WIDTH, Block, numbers, square_loss
-from tests.ranks.training import TOY, Configs, Task, compare, reference, sgd
+from tests.ranks.training import TOY, Configs, Task, compare, reference, sgd, with_each
 
 pytestmark = pytest.mark.ranks
 
@@ -65,6 +65,49 @@ class Residual(nn.Module):
         for block in self.blocks:
             x = x + 0.2 * block(x)
         return x
+
+
+class Filling(Block):
+    """A block that puts a loss of its own, one a row, into a list it was given; an odd one hands its input on."""
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor], odd: bool) -> torch.Tensor:  # type: ignore[override]
+        result = super().forward(x)
+        losses.append(self.up(result).pow(2).mean(1, keepdim=True))
+        return x if odd else result
+
+
+class Filled(nn.Module):
+    """Three such blocks, whose losses are in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Filling() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for number, block in enumerate(self.blocks):
+            x = block(x, losses, number % 2 == 1)
+        return x + torch.stack(losses).sum(0)
+
+
+class Forces(nn.Module):
+    """A model of energies whose result is their slope: a backward inside of the forward, and layers after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            positions = x.detach().requires_grad_()
+            for block in self.blocks[:2]:
+                positions = block(positions)
+            energy = self.last(positions).pow(2).sum()
+            (forces,) = torch.autograd.grad(energy, positions, create_graph=self.training)
+        return self.last(self.blocks[2](x + forces))
 
 
 class Odd(nn.Module):
@@ -137,6 +180,68 @@ def test_a_block_that_changes_its_input_in_place_is_released_when_its_backward_i
 def test_results_that_are_not_returned_have_their_gradients(ranks, make):
     task = Task(make=make, loss=loss_with_those_kept, optimizer=sgd)
     compare(ranks(2), task, TOY, reference(task, 2))
+
+
+def test_results_that_are_put_into_arguments_have_their_gradients(ranks):
+    task = Task(make=Filled, loss=square_loss, optimizer=sgd)
+    compare(ranks(2), task, TOY, reference(task, 2))
+
+
+class Aside(nn.Module):
+    """A model that is no unit's: it puts a loss into a list it was given, and keeps one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(WIDTH, WIDTH), Block(), Block()
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        x = self.first(x)
+        losses.append(self.second(x.detach()).pow(2).mean())
+        self.kept = self.third(x.detach()).pow(2).mean()
+        return x
+
+
+def losses_aside(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Train with two forwards, then a backward of each, which comes to the losses aside first."""
+    from ourshard import full_state_dict
+
+    model = Aside() if config is None else shard_model(Aside(), config)
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        totals = []
+        for half in range(2):
+            rows, losses = numbers(2 * step + half, 4), []
+            rows = rows if config is None else rows.chunk(2)[dist.get_rank()]
+            totals.append(model(rows, losses).pow(2).mean() + losses[0] + model.kept)
+        for total in totals:
+            total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict() if config is None else full_state_dict(model)
+
+
+def test_losses_that_the_whole_model_puts_aside_have_their_gradients(ranks):
+    wanted = losses_aside(None)
+    for name, config in with_each(TOY, "one unit at", wrap={"policy": "none"}).items():
+        for found in ranks(2)(losses_aside, config):
+            assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in wanted.items()), name
+
+
+def forces_without_training(config: dict[str, Any]) -> None:
+    from ourshard import shard_model
+
+    plain, model = Forces().eval(), shard_model(Forces().eval(), config)
+    for number in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(numbers(number, 3)), plain(numbers(number, 3)))
+
+
+def test_a_model_may_run_a_backward_in_its_forward(ranks):
+    task = Task(make=Forces, loss=square_loss, optimizer=sgd, accumulate=2)
+    compare(ranks(2), task, TOY, reference(task, 2))
+    for config in TOY.values():
+        ranks(2)(forces_without_training, config)
 
 
 class Rows(nn.Module):

@@ -29,6 +29,7 @@ from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_backward import StepsInBackward
 from ourshard.runtime.in_flight import InFlight
 from ourshard.runtime.inputs import make_inputs
+from ourshard.runtime.inside import LeftForward
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
 from ourshard.runtime.live import LiveEngines
@@ -104,6 +105,7 @@ class Engine:
         self.used_alike = True  # all ranks used the same parameters in the last backward that synced
         self.replays = False  # the last forward was a graph's, which brings in what stays whole by itself
         self.replayed = 0  # how many were
+        self._left = LeftForward()
         self.forward_depth = 0  # of the root, where it calls itself
         self._doors = 0  # modules that are called on their own and under way
         self.held: list[Unit] = []
@@ -208,15 +210,15 @@ class Engine:
         """Say, for the other ranks, whether the root must be gathered: the order of a phase depends on it."""
         return f"root {'whole' if self.root.whole else 'at rest'}{', coded' if codes_now(self) else ''}"
 
-    def end_forward(self, outputs: Any) -> Any:
-        """Close the forward phase; what has no backward is released."""
+    def end_forward(self, outputs: Any, hidden: Sequence[torch.Tensor] = ()) -> Any:
+        """Close the forward phase; what has no backward is released. `hidden`: results that were not returned."""
         self.forward_depth -= 1
         if self.forward_depth:
             return None
         if self.gathered_depth:
             self.watch_gathered(outputs)
             return self.casts.outputs(outputs)
-        has_backward = torch.is_grad_enabled() and hook_outputs(tensors_in(outputs), self.on_root_gradient)
+        has_backward = torch.is_grad_enabled() and hook_outputs([*tensors_in(outputs), *hidden], self.on_root_gradient)
         if not self.phase_is_backward:
             self.schedule.end()
             self.measuring.end_phase()
@@ -241,10 +243,10 @@ class Engine:
         """Let a module that is called on its own train the parameters, and sync, as one of the whole model would."""
         if self.outside_of_forward and torch.is_grad_enabled():
             self.sync_backward = self.require_sync
-
             if not self._doors:
                 take_shown(self.held)
                 self.follow_requires_grad()
+
     def open_door(self, units: Sequence[Unit]) -> None:
         """Make rooted units whole, the root among them, for a module that is called on its own. Doors nest."""
         self._doors += 1
@@ -328,6 +330,7 @@ class Engine:
         for unit in self.units:
             unit.reduced = False
         title = f"{'with' if self.sync_backward else 'without'} sync, {self._root_state}"
+        self._left.leave(self.schedule)
         self.schedule.begin(("backward", title), self.config.prefetch.backward)
         # Of units that were held, code may have read parameters past the handles: no hook tells of its backward.
         for unit in (*self.rooted, *self._held_once):
@@ -351,13 +354,15 @@ class Engine:
         if self.sync_backward:
             settle(self, behind)
         self.phase_is_backward = False
-        if self.inputs is not None:
+        if self.inputs is not None and not self._left:
             self.inputs.end_backward()
         self.streams.join()
         self.measuring.end_phase()
         self.land_masters()
         self.in_flight.forget()
-        if not self.keeps_graph:
+        if self._left:
+            self._left.resume(self.schedule, self.config.prefetch.forward)
+        elif not self.keeps_graph:
             self._held_once = tuple(unit for unit in self.held if not unit.rooted)
             self._release_held()
             for unit in self.units:
@@ -457,6 +462,7 @@ class Engine:
         """Make the model usable again after an exception in a forward or backward. Gradients are dropped."""
         self.forward_depth = self._doors = 0
         self.phase_is_backward = False
+        self._left.forget()
         self.measuring.abandon()
         self.schedule.abandon()
         if self.inputs is not None:

@@ -206,19 +206,61 @@ def _has_graph(value: Any) -> bool:
     return any(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in values)
 
 
+class HiddenResults:
+    """Results of a module that it does not return: outputs too, since gradients enter by them.
+
+    Some are kept in attributes (the auxiliary loss of a router, say), some put into its arguments (into a list, or an
+    object). Whether there are any is looked up in the first forwards with gradient alone.
+    """
+
+    __slots__ = ("_fills", "_forwards", "_given", "_keepers")
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._keepers: dict[tuple[nn.Module, str], None] = {}
+        self._fills = False  # it puts results into its arguments
+        self._given: list[torch.Tensor] = []  # what was in these before, while a forward runs
+
+    def before(self, values: Any, inputs: Iterable[torch.Tensor] = ()) -> None:
+        """Note what is in the arguments of a forward that begins; `inputs` take the places of some."""
+        if self._forwards < _LOOKS or self._fills:
+            self._given = [*tensors_in(values), *inputs]
+
+    def after(self, module: nn.Module, values: Any) -> list[torch.Tensor]:
+        """Return the results that the forward has hidden."""
+        looks = self._forwards < _LOOKS
+        if not looks and not self._fills and not self._keepers:
+            return []
+        self._forwards += looks
+        return [*self._filled_in(values, looks), *tensors_in(self._kept(module, looks))]
+
+    def _filled_in(self, values: Any, looks: bool) -> list[torch.Tensor]:
+        if not looks and not self._fills:
+            return []
+        before, self._given = {id(tensor) for tensor in self._given}, []
+        found = [tensor for tensor in tensors_in(values) if tensor.grad_fn is not None and id(tensor) not in before]
+        self._fills |= bool(found)
+        return found
+
+    def _kept(self, module: nn.Module, looks: bool) -> list[Any]:
+        for inner in module.modules() if looks else ():
+            names = [name for name, value in vars(inner).items() if _has_graph(value)]
+            self._keepers |= {(inner, name): None for name in names}
+        return [getattr(inner, name, None) for inner, name in self._keepers]
+
+
 class UnitHooks:
     """The forward hooks of one module of one unit."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._casts = CastsAlone(unit.engine)
-        self._forwards = 0
-        self._keepers: dict[tuple[nn.Module, str], None] = {}
+        self._hidden = HiddenResults()
 
     def attach(self, module: nn.Module) -> None:
         before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        self._unit.engine.own_hooks |= {handle.id, module.register_forward_hook(after).id}
+        self._unit.engine.own_hooks |= {handle.id, module.register_forward_hook(after, with_kwargs=True).id}
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._unit.engine
@@ -247,6 +289,7 @@ class UnitHooks:
         collect_inputs(args, found)
         collect_inputs(kwargs.values(), found)
         entry = unit.enter(found)
+        self._hidden.before((args, kwargs), entry.inputs)
         if not found:
             return None  # no boundary: the call counts as open until the end of its backward
         if len(found) == 1 and args and args[0] is found[0]:
@@ -254,7 +297,7 @@ class UnitHooks:
         renamed = {id(old): new for old, new in zip(found, entry.inputs, strict=True)}
         return replace_inputs(args, renamed), replace_inputs(kwargs, renamed)
 
-    def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         unit = self._unit
         if unit.engine.gathered_depth:
             unit.engine.watch_gathered(outputs)
@@ -266,8 +309,7 @@ class UnitHooks:
         if unit.sharded:
             unit.hold_if_given_away(tensors)
         if torch.is_grad_enabled() and not unit.running:
-            if self._forwards < _LOOKS or self._keepers:
-                tensors += tensors_in(self._kept(module))
+            tensors += self._hidden.after(module, (args, kwargs))
             has_backward = hook_outputs(tensors, partial(unit.on_output_gradient, unit.entered.pop().close()))
             if not has_backward and unit.trainable:
                 unit.engine.hold(unit)  # it may have put its result where nobody looks: into an argument, say
@@ -278,18 +320,6 @@ class UnitHooks:
     def _is_alone(self) -> bool:
         """Say whether the module is called on its own and needs leaves of the root, which are not in their places."""
         return self._unit.engine.outside_of_forward and any(not lane.direct for lane in self._unit.guests)
-
-    def _kept(self, module: nn.Module) -> list[Any]:
-        """Return results that the module kept in attributes (the auxiliary loss of a router, say): outputs too.
-
-        Which attributes they are is looked up in the first forwards alone.
-        """
-        if self._forwards < _LOOKS:
-            self._forwards += 1
-            for inner in module.modules():
-                names = [name for name, value in vars(inner).items() if _has_graph(value)]
-                self._keepers |= {(inner, name): None for name in names}
-        return [getattr(inner, name, None) for inner, name in self._keepers]
 
 
 def _outside_of_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,20 +340,26 @@ class RootHooks:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._hidden = HiddenResults()
 
     def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_outside_of_compile(self.before_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(_outside_of_compile(self.after_forward), always_call=True)
+        before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_transforms(self._engine)
-        return self._engine.begin_forward(args, kwargs)
+        given = self._engine.begin_forward(args, kwargs)
+        if torch.is_grad_enabled():
+            self._hidden.before((args, kwargs) if given is None else given)
+        return given
 
-    def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         if outputs is None and sys.exc_info()[0] is not None:  # called although the forward raised
             self._engine.forward_failed()
             return None
-        return self._engine.end_forward(outputs)
+        hidden = self._hidden.after(module, (args, kwargs)) if torch.is_grad_enabled() else []
+        return self._engine.end_forward(outputs, hidden)
 
 
 class DoorHooks:
