@@ -96,10 +96,51 @@ def test_warmup_cosine_lr_rises_and_follows_the_cosine() -> None:
     assert found == pytest.approx([0.0, 0.0, 0.5, *cosine, 0.1, 0.1], abs=1e-12)
 
 
+def test_a_range_test_grows_from_its_least_rate_smoothly_or_in_stairs() -> None:
+    settings = {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 5}
+    assert rates({"type": "LRRangeTest", "params": settings}, 4) == pytest.approx([0.01, 0.035, 0.06, 0.085])
+    stairs = {**settings, "lr_range_test_staircase": True}
+    assert rates({"type": "LRRangeTest", "params": stairs}, 4) == pytest.approx([0.01, 0.01, 0.06, 0.06])
+
+
+CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 2}
+
+
+def test_one_cycle_rises_falls_and_decays_and_the_momentum_goes_against_it() -> None:
+    settings = {**CYCLE, "decay_step_size": 1, "decay_lr_rate": 1.0, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    optimizer = torch.optim.AdamW(parameters(), lr=1.0)
+    scheduler = build_scheduler({"type": "OneCycle", "params": settings}, optimizer)
+    found, momenta = [], []
+    for _ in range(9):
+        group = optimizer.param_groups[0]
+        found.append(group["lr"])
+        momenta.append(group["betas"])
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.05, 0.1 / 3])
+    # DeepSpeed begins at the least momentum, and takes the largest after the cycle
+    first = [0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9, 0.9]
+    assert [beta for beta, _ in momenta] == pytest.approx(first)
+    assert {beta for _, beta in momenta} == {0.99}
+    assert scheduler.state_dict()["settings"]["cycle_max_lr"] == 0.5
+
+
+def test_one_cycle_moves_in_stairs_and_leaves_other_optimizers_momentum_alone() -> None:
+    stairs = {**CYCLE, "cycle_first_stair_count": 2}
+    assert rates({"type": "OneCycle", "params": stairs}, 7) == pytest.approx([0.1, 0.1, 0.3, 0.3, 0.5, 0.3, 0.1])
+    optimizer = torch.optim.AdamW(parameters(), lr=1.0)
+    build_scheduler({"type": "OneCycle", "params": {**CYCLE, "cycle_momentum": False}}, optimizer)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 def test_schedulers_that_are_not_built_here_and_missing_totals_are_refused() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=1.0)
-    with pytest.raises(ValueError, match="'OneCycle' is not built here"):
-        build_scheduler({"type": "OneCycle"}, optimizer)
+    with pytest.raises(ValueError, match=r"'CosineAnnealingLR' is not built here; .*Known: WarmupLR, .*, OneCycle"):
+        build_scheduler({"type": "CosineAnnealingLR"}, optimizer)
+    with pytest.raises(ValueError, match="OneCycle needs cycle_max_lr, a learning rate"):
+        build_scheduler({"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, optimizer)
+    with pytest.raises(ValueError, match="lr_range_test_step_size is 0; give a number of steps above 0"):
+        build_scheduler({"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}, optimizer)
     with pytest.raises(ValueError, match="WarmupDecayLR needs total_num_steps"):
         build_scheduler({"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}}, optimizer)
     with pytest.raises(ValueError, match=r"warmup_type 'cosine' is not known.*one of log, linear"):

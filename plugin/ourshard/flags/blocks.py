@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ourshard.values import nearest
@@ -88,29 +88,43 @@ def build_scheduler(block: Mapping[str, Any], optimizer: torch.optim.Optimizer) 
     """Build the scheduler of a block; step it once for each optimizer step.
 
     Raises:
-        ValueError: the type is not WarmupLR, WarmupDecayLR or WarmupCosineLR, or an argument is unknown or missing.
+        ValueError: the type is none of DeepSpeed's, or an argument is unknown or missing.
     """
     from torch.optim.lr_scheduler import LambdaLR
 
+    from ourshard.flags import cycles
+
+    known = {**_SCHEDULES, **cycles.SETTINGS}
     name = str(block.get("type", ""))
-    if name not in _SCHEDULES:
+    if name not in known:
         raise ValueError(
             f"scheduler.type: {name!r} is not built here; use torch's scheduler in the script and leave the block out. "
-            f"Known: {', '.join(_SCHEDULES)}."
+            f"Known: {', '.join(known)}."
         )
-    settings = {**_SCHEDULES[name], **{key: _number(value) for key, value in dict(block.get("params") or {}).items()}}
-    unknown = [key for key in settings if key not in _SCHEDULES[name]]
+    settings = {**known[name], **{key: _number(value) for key, value in dict(block.get("params") or {}).items()}}
+    unknown = [key for key in settings if key not in known[name]]
     if unknown:
-        raise ValueError(f"scheduler.params: unknown argument {unknown[0]!r}.{nearest(unknown[0], _SCHEDULES[name])}")
-    if settings["warmup_type"] not in _RAMPS:
+        raise ValueError(f"scheduler.params: unknown argument {unknown[0]!r}.{nearest(unknown[0], known[name])}")
+    _check_schedule(name, settings)
+    factors: list[Callable[[int], float]] = [_Factor(name, settings, group["lr"]) for group in optimizer.param_groups]
+    return cycles.CycleLR(optimizer, factors, settings) if name == "OneCycle" else LambdaLR(optimizer, factors)
+
+
+def _check_schedule(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where a setting that has no default is missing, or one is not of those that are known."""
+    if settings.get("warmup_type", _RAMPS[0]) not in _RAMPS:
         raise ValueError(
             f"scheduler.params: warmup_type {settings['warmup_type']!r} is not known, and DeepSpeed would take it for "
             f"log; write one of {', '.join(_RAMPS)}."
         )
     if settings.get("total_num_steps", 0) is None:
         raise ValueError(f"scheduler.params: {name} needs total_num_steps, the number of optimizer steps.")
-    groups = [group["lr"] for group in optimizer.param_groups]
-    return LambdaLR(optimizer, [_Factor(name, settings, base) for base in groups])
+    for key in ("cycle_min_lr", "cycle_max_lr"):
+        if settings.get(key, 0) is None:
+            raise ValueError(f"scheduler.params: {name} needs {key}, a learning rate.")
+    for key in ("lr_range_test_step_size", "cycle_first_step_size"):
+        if settings.get(key, 1) <= 0:
+            raise ValueError(f"scheduler.params: {key} is {settings[key]!r}; give a number of steps above 0.")
 
 
 _RAMPS = ("log", "linear")
@@ -145,6 +159,10 @@ class _Factor:
         self.base = base
 
     def __call__(self, steps: int) -> float:
+        from ourshard.flags import cycles
+
+        if self.name in cycles.RATES:
+            return cycles.RATES[self.name](self.settings, steps) / self.base if self.base else 0.0
         done = max(0, steps - 1)
         warmup = max(2, int(self.settings["warmup_num_steps"]))
         if self.name == "WarmupCosineLR":

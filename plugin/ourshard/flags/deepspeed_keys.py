@@ -307,7 +307,8 @@ RUN = (
     mapped("optimizer.type", "run.optimizer.type", "A torch optimizer of that name.", TEXT),
     mapped("optimizer.params", "run.optimizer.params", "Its keyword arguments.", ANY, tree=True),
     idle("optimizer.legacy_fusion", _ANY_OPTIMIZER),
-    mapped("scheduler.type", "run.scheduler.type", "WarmupLR, WarmupDecayLR or WarmupCosineLR.", TEXT),
+    mapped("scheduler.type", "run.scheduler.type", "WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or "
+           "OneCycle.", TEXT),
     mapped("scheduler.params", "run.scheduler.params", "Its keyword arguments.", ANY, tree=True),
     idle("managed_gradient_accumulation", "Accelerate's accumulate or the Trainer tells where a step ends."),
     idle("zero_allow_untested_optimizer", _ANY_OPTIMIZER),
