@@ -79,7 +79,7 @@ def test_every_writer_is_named_in_the_help_of_convert(capsys: pytest.CaptureFixt
         (["inspect", "{ours}"], 0, "embed.weight"),
         (["inspect", "{ours}", "--no-tensors"], 0, "world size"),
         (["inspect", "{tmp}/nothing"], 2, "does not exist"),
-        (["inspect", "{bad}"], 0, "embed.weight"),
+        (["inspect", "{bad}"], 1, "embed.weight"),
         (["verify", "{ours}"], 0, "no faults"),
         (["verify", "{bad}"], 1, "is cut off"),
         (["verify", "{ours}", "--against", "{ours}"], 0, "compared"),
@@ -308,3 +308,16 @@ def test_so_many_ranks_that_their_files_are_next_to_empty_are_refused(
     assert run("convert", ours, tmp_path / "new", "--to", "ourshard", "--world-size", 99_999, "--dry-run") == 2
     assert "world_size is 99999: each of so many ranks would get" in capsys.readouterr().err
     assert run("convert", ours, tmp_path / "new", "--to", "ourshard", "--world-size", 1024, "--dry-run") == 0
+
+
+def test_inspect_shows_what_a_checkpoint_with_a_missing_file_holds_and_fails(
+    ours: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("inspect", ours) == 0
+    next(ours.glob("*00002*.safetensors")).unlink()
+    capsys.readouterr()
+    assert run("inspect", ours, "--no-tensors") == 1
+    shown = capsys.readouterr().out
+    assert "Damaged:" in shown
+    assert "safetensors is missing" in shown
+    assert "exp_avg" in shown

@@ -126,6 +126,15 @@ def test_nothing_is_overwritten_unless_that_is_asked(tmp_path: Path) -> None:
     assert output.read_text() != "kept"
 
 
+def test_yaml_is_not_written_under_the_name_of_json(tmp_path: Path) -> None:
+    """What was written could not be read again."""
+    output = tmp_path / "new.json"
+    for command in (["write", output], ["translate", FILES / "fsdp1.yaml", "-o", output]):
+        assert "new.json: what is written is YAML" in " ".join(run(*command, code=2).split())
+    run("translate", FILES / "fsdp1.yaml", "-o", output, "--to", "deepspeed")
+    assert load(output)["zero_optimization"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -98,6 +98,7 @@ def test_the_command_prints_json_and_fails_where_nothing_fits(llama: Path) -> No
         (["--set", "stage=2,reshard_after_forward=false"], "none of the configurations"),
         (["--gpus", "1", "--length", "8", "-o", "config.json/plan.yaml"], "File exists"),
         (["--plot", "memory.jpgg"], "--plot: memory.jpgg has none of the endings"),
+        (["-o", "plan.json"], "plan.json: what is written is YAML, with a comment on each line"),
         (["-o", "config.json"], "config.json is already there; give another name, or --overwrite."),
     ],
 )

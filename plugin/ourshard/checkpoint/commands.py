@@ -266,6 +266,8 @@ def inspect_command(
         if not console.is_terminal:
             console.width = 200  # names are cut off at the width of a terminal only
         console.print(render(found, tensors=tensors))
+    if found.damage:
+        raise typer.Exit(FAILED)
 
 
 _VERIFY_EXAMPLES = """[bold]Examples[/]

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ourshard.runtime.wording import counted, file_text
 
-from .source import BUFFER, PARAM, Source, TensorInfo
+from .source import BUFFER, PARAM, CheckpointError, Source, TensorInfo
 
 _ALSO = ("scheduler", "scaler", "extra_state", "client_state")
 
@@ -66,6 +66,7 @@ class Inspection:
     versions: dict[str, str]
     losses: tuple[str, ...]
     oddities: tuple[str, ...]
+    damage: str | None  # a file that is missing or cut off
 
 
 def inspect(source: Source) -> Inspection:
@@ -94,7 +95,16 @@ def inspect(source: Source) -> Inspection:
         versions=dict(description.versions),
         losses=(*description.losses, *description.beside),
         oddities=description.oddities,
+        damage=_damage(source),
     )
+
+
+def _damage(source: Source) -> str | None:
+    try:
+        source.check_sizes()
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def render(found: Inspection, *, tensors: bool = True) -> RenderableType:
@@ -102,7 +112,9 @@ def render(found: Inspection, *, tensors: bool = True) -> RenderableType:
     parts: list[RenderableType] = [Text(f"{found.path}"), _facts(found), _kinds(found)]
     if tensors:
         parts.append(_tensors(found))
-    for title, lines in (("Not carried by a conversion", found.losses), ("Odd", found.oddities)):
+    damage = (found.damage,) if found.damage else ()
+    told = (("Not carried by a conversion", found.losses), ("Odd", found.oddities), ("Damaged", damage))
+    for title, lines in told:
         if lines:
             parts.append(Text(f"{title}:\n" + "\n".join(f"  - {line}" for line in lines)))
     return Group(*parts)

@@ -214,6 +214,10 @@ class Source(ABC):
         """Check what is read from now on against the hashes that the format keeps; most keep none."""
         return None
 
+    def check_sizes(self) -> None:
+        """Raise CheckpointError unless all files are there, in their length; most formats see that when they open."""
+        return None
+
     def refuse_damage(self, share: slice = slice(None)) -> None:
         """Raise CheckpointError unless every file is as its own record says; `share`: where ranks divide the work.
 

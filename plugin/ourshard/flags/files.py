@@ -37,8 +37,16 @@ def load(path: str | Path) -> dict[str, Any]:
 def write_text(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a new file, and the folders above it; over a file that is there only where that is asked."""
     refuse_existing(path, overwrite=overwrite)
+    if not text.lstrip().startswith("{"):
+        refuse_json(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+
+
+def refuse_json(path: Path) -> None:
+    """Raise ValueError if YAML is to be written under a name by which all who read it take it for JSON."""
+    if path.suffix == ".json":
+        raise ValueError(f"{path}: what is written is YAML, with a comment on each line; give a name in .yaml.")
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:

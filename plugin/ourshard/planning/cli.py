@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from ourshard.config import ShardConfig
-from ourshard.flags.files import refuse_existing, write_text
+from ourshard.flags.files import refuse_existing, refuse_json, write_text
 from ourshard.flags.result import FlagResult, from_values
 from ourshard.flags.sources import resolve
 from ourshard.flags.translate import compose
@@ -130,6 +130,7 @@ def plan(
     try:
         if output is not None:
             refuse_existing(output, overwrite=overwrite)
+            refuse_json(output)
         for option, path in (("--plot", plot), ("--scaling", curve)):
             if path is not None:
                 check_picture(path, option)
