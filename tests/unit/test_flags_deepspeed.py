@@ -238,6 +238,14 @@ def test_what_belongs_elsewhere_is_refused_with_its_place(raw: dict[str, Any], h
         from_deepspeed({**zero(), **raw})
 
 
+def test_keys_that_are_comments_say_nothing() -> None:
+    written = {"_read_the_docs": "https://example.org", "//": "three", "# stage": 3}
+    result = from_deepspeed({**written, **zero(stage=2)})
+    assert (result.said, result.notes) == ({"stage": 2}, ())
+    with pytest.raises(ValueError, match=r"Unknown DeepSpeed key 'zero_optimization._stage'"):
+        from_deepspeed(zero(_stage=3))
+
+
 def test_one_rank_of_tensor_parallelism_is_none() -> None:
     assert from_deepspeed({**zero(), "tensor_parallel": {"autotp_size": 1}, "fp8": {"enabled": False}}).notes == ()
 

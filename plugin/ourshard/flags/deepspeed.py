@@ -21,6 +21,7 @@ from ourshard.values import flatten
 DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
 
 _STAGE = "zero_optimization.stage"
+_COMMENTS = ("_", "//", "#")
 _FILE_KEYS = ("deepspeed_config_file", "hf_ds_config")
 _SECTION_KEYS = {spelling for flag in (*ZERO, *LAUNCHER) for spelling in flag.spellings if "." not in spelling}
 _SECTION_DEFAULT_STAGE = 2  # Accelerate's, when `deepspeed_config:` names neither a stage nor a file
@@ -80,7 +81,8 @@ def _read(raw: Mapping[str, Any], auto: Mapping[str, Any], source: str) -> FlagR
 
 
 def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    flat = flatten(raw)
+    """Return dotted keys; those that begin as comments do (JSON has none) are left out, as DeepSpeed leaves them."""
+    flat = flatten({key: value for key, value in raw.items() if not str(key).startswith(_COMMENTS)})
     if isinstance(flat.get("zero_optimization"), bool):  # the form of DeepSpeed's first versions
         flat[_STAGE] = int(flat.pop("zero_optimization"))
     return flat
