@@ -194,7 +194,7 @@ def test_a_conversion_replaces_checkpoints_and_nothing_else(ours: Path, tmp_path
         ({"to": "ourshard", "workers": 0}, "workers is 0"),
         ({"to": "ourshard", "memory": "10MB"}, "is too little: this process needs"),
         ({"to": "ourshard", "memory": "lots"}, "is no size"),
-        ({"to": "ourshard", "base": "x"}, "merge_adapter too"),
+        ({"to": "ourshard", "base": "x"}, "give merge_adapter"),
         ({"to": "ourshard", "merge_adapter": True, "adapters_only": True}, "exclude each other"),
         ({"to": "ourshard", "adapters_only": True, "exclude": ["*"]}, "none of the"),
     ],

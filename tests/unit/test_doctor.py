@@ -90,6 +90,7 @@ def test_under_accelerate_launch_every_rank_measures_and_rank_0_prints() -> None
         (["--folder", "/no/such/folder"], {}),
         (["--processes", "0"], {}),
         (["--processes", "2"], {"WORLD_SIZE": "2", "RANK": "0"}),
+        (["--processes", "99999"], {}),  # it started them all
     ],
 )
 def test_a_command_that_can_not_be_understood_ends_with_2(arguments: list[str], env: dict[str, str]) -> None:

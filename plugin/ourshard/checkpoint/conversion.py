@@ -89,7 +89,9 @@ class Selection:
         if self.merge_adapter and self.adapters_only:
             raise ValueError("merge_adapter and adapters_only exclude each other: after merging there is no adapter")
         if self.base is not None and not self.merge_adapter:
-            raise ValueError("base is the model that an adapter is merged into: give merge_adapter too")
+            raise ValueError(
+                "base is the model that an adapter is merged into: give merge_adapter (--merge-adapter) too"
+            )
 
     def open(self, src: Path) -> Source:
         """Open the checkpoint, at the model that is chosen. What is read of it is checked, where it has hashes."""

@@ -149,7 +149,7 @@ def merge_adapter(source: Source, base: Source | None = None) -> Merged:
         if target not in origins:
             raise ValueError(
                 f"the base weight {target} of the adapter is not in {weights.path}; "
-                "an adapter alone is merged with base=PATH of its model"
+                "an adapter alone is merged with base=PATH (--base PATH) of its model"
             )
         updates[target] = update_of(module, _plain(module), parts, config)
     shapes = {target: weights.tensors[origins[target]].shape for target in updates}

@@ -44,6 +44,8 @@ The disk that checkpoints go to, for a script to read:
 [bold]Exit codes[/]: 0 nothing stands in the way (notes may say what could be better); 1 a problem was found; 2 the
 command was not understood."""
 
+_FEW = 64  # ranks that any machine may be asked for; more take as many cores
+
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 
@@ -93,6 +95,11 @@ def _check_processes(processes: int, launched: bool) -> None:
         raise ValueError(
             f"--processes: {counted(processes, 'rank')} and {counted(torch.cuda.device_count(), 'visible GPU')}; each "
             "rank needs one: give fewer, or set ACCELERATE_USE_CPU=true."
+        )
+    most = max(_FEW, os.cpu_count() or 1)
+    if processes > most:
+        raise ValueError(
+            f"--processes: {counted(processes, 'rank')} are too many for this machine: give at most {most}."
         )
 
 
