@@ -262,3 +262,27 @@ def test_gradients_that_no_optimizer_steps_are_clipped_too(ranks):
     for here, there in zip(ranks(2)(left_out, HERE), ranks(2)(left_out, THERE), strict=True):
         assert 0 < sum(here) < 1e-2
         assert there == pytest.approx(here, rel=1e-5, abs=1e-12)
+
+
+def evaluated_between(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Train with momentum, which the first step makes; what waits for a step is an evaluation in inference mode."""
+    from ourshard import full_state_dict, shard_model
+
+    model = shard_model(toy(), config)
+    optimizer = make_optimizer("SGD nesterov", model.parameters())
+    for step in range(3):
+        square_loss(model, part(joined(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode():
+            model(part(joined(9)))
+    return full_state_dict(model)
+
+
+def both_ways() -> None:
+    here, behind = evaluated_between(HERE), evaluated_between(BEHIND)
+    assert all(torch.equal(value, behind[name]) for name, value in here.items())
+
+
+def test_an_evaluation_in_inference_mode_may_be_what_waits_for_a_step(ranks):
+    ranks(2)(both_ways)

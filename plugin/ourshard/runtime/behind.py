@@ -52,6 +52,8 @@ class Stepping:
         self._lane = lane
         self._future: Future[None] = _thread().submit(_step, _twin(optimizer, lane), lane.take_divisor())
 
+    @torch.inference_mode(False)  # in which who evaluates waits: it would make states that no step may change
+    @torch.no_grad()
     def wait(self) -> None:
         """Return when the lane is stepped; raises what the step raised."""
         self._future.result()
