@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.nets import square_loss
+from tests.ranks.nets import WIDTH, Toy, square_loss
 from tests.ranks.pairs import Pair, joined, pair, part
 from tests.ranks.training import momentum
 
@@ -153,3 +153,21 @@ def try_each() -> None:
 
 def test_what_is_done_to_parameters_that_modules_show_is_done_to_the_model(ranks):
     ranks(2)(try_each)
+
+
+class Peeking(Toy):
+    """A toy that reads weights of a block before the block runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + nn.functional.linear(x, self.blocks[1].up.weight)[:, :WIDTH])
+
+
+def try_each_after_a_look() -> None:
+    for attempt in TRIES:
+        both = pair(CONFIGS[0], Peeking, momentum)
+        attempt(both)
+        both.assert_same()
+
+
+def test_so_is_what_is_done_to_those_of_a_unit_that_was_read_before_it_ran(ranks):
+    ranks(2)(try_each_after_a_look)

@@ -33,7 +33,7 @@ from ourshard.runtime.meter import Spent
 from ourshard.runtime.passage import Passage
 from ourshard.runtime.placement import At
 from ourshard.runtime.schedule import Action
-from ourshard.runtime.shown import Shown, hide_gradients, take_flags
+from ourshard.runtime.shown import Shown, hide_gradients, show, take_flags
 from ourshard.runtime.streams import Queue
 
 if TYPE_CHECKING:
@@ -317,7 +317,9 @@ class Unit:
         return self.passed > 0
 
     def _rest_in_place(self) -> None:
-        if self.installed and not self.held:
+        if self.held:
+            show(self)  # held before its leaves were in their places, since other code had read them
+        elif self.installed:
             self.uninstall()
 
     def enter(self, inputs: list[torch.Tensor]) -> Entry:
