@@ -103,9 +103,10 @@ def test_the_persistence_threshold_auto_stays_ours() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps: ds_config gives 2.*Trainer.*gives 8"),
-        ({"gradient_clipping": 0.5}, r"gradient_clipping: ds_config gives 0.5.*gives 1.0"),
-        ({"optimizer": {"params": {"lr": 1e-3}}}, r"optimizer.params.lr: ds_config gives 0.001.*5e-05"),
+        ({"gradient_accumulation_steps": 2}, r"steps: ds_config gives 2.* of TrainingArguments gives 8"),
+        ({"gradient_clipping": 0.5}, r"gradient_clipping: ds_config gives 0.5, but max_grad_norm gives 1.0"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, r"params.lr: ds_config gives 0.001, but learning_rate .*5e-05"),
+        ({"train_batch_size": 5}, r"gives 5, but ranks x per_device_train_batch_size x gradient_acc.*write \"auto\""),
         ({"fp16": {"enabled": True}}, r"fp16.enabled: ds_config gives True.*gives False"),
     ],
 )

@@ -15,12 +15,28 @@ from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, NEVER, ZERO
 from ourshard.flags.files import load
 from ourshard.flags.fsdp import unsayable
 from ourshard.flags.language import Language, in_source, normalise
-from ourshard.flags.result import FlagResult, RunSettings, disagreement, merge
+from ourshard.flags.result import FlagResult, RunSettings, merge
 from ourshard.values import flatten
 
 DEEPSPEED = Language("DeepSpeed", DEEPSPEED_FLAGS)
 
 _STAGE = "zero_optimization.stage"
+# In whose words a Trainer says what `"auto"` follows.
+_FOLLOWED = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps of TrainingArguments",
+    "train_batch_size": "ranks x per_device_train_batch_size x gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1 with adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay of TrainingArguments",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "the number of optimizer steps",
+    "fp16.enabled": "fp16 of TrainingArguments",
+    "bf16.enabled": "bf16 of TrainingArguments",
+}
 _COMMENTS = ("_", "//", "#")
 _FILE_KEYS = ("deepspeed_config_file", "hf_ds_config")
 _SECTION_KEYS = {spelling for flag in (*ZERO, *LAUNCHER) for spelling in flag.spellings if "." not in spelling}
@@ -113,8 +129,10 @@ def _resolve_auto(flat: Mapping[str, Any], auto: Mapping[str, Any], source: str)
         if known.get(key) is not None and value is not None:
             said, wanted = (normalise(flag.kind, item, spelling) for item in (value, known[key]))
             if not _same(said, wanted):
-                message = disagreement(spelling, said, source, wanted, "the Trainer or Accelerate")
-                raise ValueError(f'{message} "auto" in {source} follows the other.')
+                raise ValueError(
+                    f"{spelling}: {source} gives {said!r}, but {_FOLLOWED.get(key, 'the Trainer')} gives {wanted!r}. "
+                    'Neither overrides the other: write "auto" in the first, which follows, or let both say the same.'
+                )
     return resolved
 
 
