@@ -230,10 +230,8 @@ def _plan(source: Source, src: Path, dst: Path, sink: Sink) -> Report:
     )
 
 
-_MANY_RANKS, _LEAST_EACH = (
-    1024,
-    2**20,
-)  # ranks that are no slip, whatever they hold; bytes of each, where there are more
+_MANY_RANKS = 1024  # that are no slip, whatever they hold
+_LEAST_EACH = 2**20  # bytes, where there are more
 
 
 def _check_ranks(ranks: int | None, nbytes: int) -> None:

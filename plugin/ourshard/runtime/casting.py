@@ -1,6 +1,7 @@
 """Casts of what goes into a model and comes out of it.
 
 Note [Where inputs are cast]
+----------------------------
 Where no autocast casts for single operations, floating-point inputs are cast to `precision.param_dtype` where a call
 comes from outside: at the root, or at a module that is called on its own, in `gathered` too. Between the modules of a
 forward nothing is cast: a residual that a model keeps in float32 stays so.
