@@ -26,13 +26,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=missing_gpu))
 
 
+# Read here: a fixture of a module may have silenced it before its first test begins.
+_LEVEL = logging.getLogger("ourshard").level
+
+
 @pytest.fixture(autouse=True)
 def loud() -> Iterator[None]:
     """Put back the level of our logger: what a test silenced, the next one may want to hear."""
-    ours = logging.getLogger("ourshard")
-    before = ours.level
     yield
-    ours.setLevel(before)
+    logging.getLogger("ourshard").setLevel(_LEVEL)
 
 
 def _why_no_gpu() -> str | None:
