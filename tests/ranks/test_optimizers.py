@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.ranks.nets import square_loss, toy
 from tests.ranks.pairs import Pair, joined, pair, part
-from tests.ranks.training import TOY, adamw
+from tests.ranks.training import TOY, adamw, momentum
 
 pytestmark = pytest.mark.ranks
 
 CONFIGS = TOY
 EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+THERE = {"stage": 3, "persist_below": 0, "offload": {"optimizer": "cpu"}}
 
 # `eps` far above rounding: see `training.adamw`. Rprop and the like step by the sign of a gradient, so their parity is
 # held only where no gradient is near zero, which three steps of the toy give.
@@ -188,6 +191,35 @@ def test_an_optimizer_whose_parameters_went_to_another_says_so(ranks):
     for message, went_on in ranks(2)(replaced_optimizer):
         assert "no longer steps anything" in message
         assert went_on
+
+
+def in_groups(model: nn.Module, first: int) -> torch.optim.Optimizer:
+    """Return an optimizer with the first parameters in a group of their own."""
+    parameters = list(model.parameters())
+    groups = [group for group in (parameters[:first], parameters[first:]) if group]
+    return momentum([{"params": group} for group in groups])
+
+
+def replaced_between_backward_and_step(config: dict[str, Any]) -> None:
+    """Make a new optimizer once a backward has given the old one gradients."""
+    from ourshard import gathered
+
+    both = pair(config, optimizer=momentum)
+    both.train(1)
+    for number, first in ((1, 0), (2, 3), (3, 0)):
+        both.zero_grad()
+        both.backward(joined(number))
+        both.plain_optimizer, both.optimizer = (in_groups(model, first) for model in (both.plain, both.sharded))
+        if first:
+            with gathered(both.sharded):  # a backward that leaves the last layers out, and the new optimizer unknown
+                both.backward(joined(number + 5), lambda model, x: model.blocks[0](model.first(x)).square().mean())
+        both.step()
+    both.assert_same()
+
+
+@pytest.mark.parametrize("config", [*TOY.values(), THERE], ids=[*TOY, "on the host"])
+def test_an_optimizer_may_be_replaced_between_backward_and_step(ranks, config):
+    ranks(2)(replaced_between_backward_and_step, config)
 
 
 class Doubled(torch.optim.Optimizer):

@@ -21,6 +21,7 @@ from ourshard.runtime.ledger import Kind
 from ourshard.runtime.norms import norms_of
 from ourshard.runtime.peer import Reduction
 from ourshard.runtime.placement import At
+from ourshard.runtime.run import keep_runs
 
 if TYPE_CHECKING:
     from ourshard.runtime.run import Run
@@ -359,11 +360,9 @@ class Lane(DirectGradients):
             buffer = self.arriving if self.direct else self.gradient
             if buffer is not None:
                 self._show(self._views_kept(buffer), flags)
+        keep_runs(self, [run for run in self.runs if run.optimizer() is not None])
         for run in tuple(self.runs):
-            if run.optimizer() is None:
-                self.runs.remove(run)
-            else:
-                run.hand_out()
+            run.hand_out()
         if not self.placement.whole and not self.offloaded and self._all_handed_out():
             self._gradient = None
 

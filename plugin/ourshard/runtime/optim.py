@@ -28,7 +28,7 @@ from ourshard.runtime.lane import Lane
 from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane, divide_now, has_hooks
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
 from ourshard.runtime.probe import TRIALS, can_step_in_turns, needs_whole, steps_each_alone
-from ourshard.runtime.run import Run
+from ourshard.runtime.run import Run, keep_runs
 from ourshard.runtime.shown import take_own, take_writes
 from ourshard.runtime.states import refuse_to_cut
 
@@ -175,7 +175,8 @@ def _release_from_others(lane: Lane, positions: list[int]) -> None:
         other = run.optimizer()
         if other is not None and taken & set(run.positions) and other in _ADOPTED:
             _ADOPTED[other].orphaned = True
-    lane.runs = [run for run in lane.runs if not taken & set(run.positions)]
+    lane.forget_released()
+    keep_runs(lane, [run for run in lane.runs if not taken & set(run.positions)])
 
 
 def _make_runs(

@@ -167,3 +167,15 @@ class Run:
 
 def _index_of(params: list[Any], parameter: Any) -> int:
     return next(i for i, p in enumerate(params) if p is parameter)
+
+
+def keep_runs(lane: Lane, kept: list[Run]) -> None:
+    """Let go of all but some runs of a lane, those of an optimizer that was replaced.
+
+    Their views have kept the gradient alive; from now on the lane does, until a new optimizer has views of it.
+    """
+    if len(kept) < len(lane.runs):
+        gradient = lane.gradient
+        if gradient is not None and lane.accumulated:
+            lane.take_gradient(gradient)
+    lane.runs = kept
