@@ -237,6 +237,23 @@ def forces_without_training(config: dict[str, Any]) -> None:
             torch.testing.assert_close(model(numbers(number, 3)), plain(numbers(number, 3)))
 
 
+def reductions_of_forces() -> tuple[int, int]:
+    """Return how many reductions a forward has, with the backward inside of it, and how many the one of the loss."""
+    model = shard_model(Forces(), ShardConfig.from_dict({"stage": 1, "persist_below": 0, "ledger": True}))
+    engine = engine_of(model)
+    assert engine is not None
+    assert engine.ledger is not None
+    loss = square_loss(model, numbers(0, 2))
+    inside = engine.ledger.reduces.total()
+    loss.backward()
+    return inside, engine.ledger.reduces.total() - inside
+
+
+def test_a_backward_in_a_forward_reduces_nothing_where_gradients_wait_for_the_one_of_the_loss(ranks):
+    for inside, after in ranks(2)(reductions_of_forces):
+        assert (inside, after) == (0, 4)
+
+
 def test_a_model_may_run_a_backward_in_its_forward(ranks):
     task = Task(make=Forces, loss=square_loss, optimizer=sgd, accumulate=2)
     compare(ranks(2), task, TOY, reference(task, 2))

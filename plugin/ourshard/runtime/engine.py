@@ -329,8 +329,9 @@ class Engine:
         self.keeps_graph = torch.is_grad_enabled()
         for unit in self.units:
             unit.reduced = False
+        self._left.leave(self.schedule, inside=self.forward_depth > 0)
+        self.sync_backward = self.sync_backward and not self._left
         title = f"{'with' if self.sync_backward else 'without'} sync, {self._root_state}"
-        self._left.leave(self.schedule)
         self.schedule.begin(("backward", title), self.config.prefetch.backward)
         # Of units that were held, code may have read parameters past the handles: no hook tells of its backward.
         for unit in (*self.rooted, *self._held_once):
@@ -361,6 +362,7 @@ class Engine:
         self.land_masters()
         self.in_flight.forget()
         if self._left:
+            self.sync_backward = self.require_sync
             self._left.resume(self.schedule, self.config.prefetch.forward)
         elif not self.keeps_graph:
             self._held_once = tuple(unit for unit in self.held if not unit.rooted)
