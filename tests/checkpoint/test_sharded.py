@@ -224,7 +224,7 @@ def test_what_is_no_checkpoint_is_refused_with_what_was_looked_for(tmp_path: Pat
         detect(tmp_path)
     save(tmp_path / "checkpoint-3", make_state(), 1)
     save(tmp_path / "checkpoint-4", make_state(), 1)
-    with pytest.raises(CheckpointError, match=r"name one of them: checkpoint-3, checkpoint-4"):
+    with pytest.raises(CheckpointError, match=r"name one of them: checkpoint-4, checkpoint-3\."):
         detect(tmp_path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         detect(tmp_path / "nothing")
