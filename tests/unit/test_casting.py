@@ -27,5 +27,14 @@ def test_floating_tensors_are_cast_in_containers_that_stay_what_they_are() -> No
 
 def test_what_has_nothing_to_cast_is_returned_itself() -> None:
     """A forward may add to the list that it was given."""
-    for value in ([torch.arange(2)], {"ids": torch.arange(2)}, nn.Parameter(torch.ones(2))):
+    for value in ([torch.arange(2)], {"ids": torch.arange(2)}):
         assert cast(value, torch.bfloat16) is value
+
+
+def test_a_parameter_that_is_an_input_is_cast_and_gets_its_gradient() -> None:
+    """A prompt that is trained, say."""
+    prompt = nn.Parameter(torch.ones(2))
+    given = cast(prompt, torch.bfloat16)
+    assert given.dtype == torch.bfloat16
+    given.sum().backward()
+    assert torch.equal(prompt.grad, torch.ones(2))

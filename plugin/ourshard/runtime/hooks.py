@@ -213,9 +213,10 @@ class HiddenResults:
     object). Whether there are any is looked up in the first forwards with gradient alone.
     """
 
-    __slots__ = ("_fills", "_forwards", "_given", "_keepers")
+    __slots__ = ("_fills", "_forwards", "_given", "_keepers", "expected")
 
     def __init__(self) -> None:
+        self.expected = True  # else a forward need not ask
         self._forwards = 0
         self._keepers: dict[tuple[nn.Module, str], None] = {}
         self._fills = False  # it puts results into its arguments
@@ -229,10 +230,10 @@ class HiddenResults:
     def after(self, module: nn.Module, values: Any) -> list[torch.Tensor]:
         """Return the results that the forward has hidden."""
         looks = self._forwards < _LOOKS
-        if not looks and not self._fills and not self._keepers:
-            return []
         self._forwards += looks
-        return [*self._filled_in(values, looks), *tensors_in(self._kept(module, looks))]
+        found = [*self._filled_in(values, looks), *tensors_in(self._kept(module, looks))]
+        self.expected = self._forwards < _LOOKS or self._fills or bool(self._keepers)
+        return found
 
     def _filled_in(self, values: Any, looks: bool) -> list[torch.Tensor]:
         if not looks and not self._fills:
@@ -264,7 +265,7 @@ class UnitHooks:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._unit.engine
-        given = self._casts.inputs(args, kwargs)
+        given = None if engine.casts.inputs_to is None else self._casts.inputs(args, kwargs)
         if engine.gathered_depth:
             return given
         if not engine.forward_has_grad:
@@ -289,7 +290,8 @@ class UnitHooks:
         collect_inputs(args, found)
         collect_inputs(kwargs.values(), found)
         entry = unit.enter(found)
-        self._hidden.before((args, kwargs), entry.inputs)
+        if self._hidden.expected:
+            self._hidden.before((args, kwargs), entry.inputs)
         if not found:
             return None  # no boundary: the call counts as open until the end of its backward
         if len(found) == 1 and args and args[0] is found[0]:
@@ -309,7 +311,8 @@ class UnitHooks:
         if unit.sharded:
             unit.hold_if_given_away(tensors)
         if torch.is_grad_enabled() and not unit.running:
-            tensors += self._hidden.after(module, (args, kwargs))
+            if self._hidden.expected:
+                tensors += self._hidden.after(module, (args, kwargs))
             has_backward = hook_outputs(tensors, partial(unit.on_output_gradient, unit.entered.pop().close()))
             if not has_backward and unit.trainable:
                 unit.engine.hold(unit)  # it may have put its result where nobody looks: into an argument, say

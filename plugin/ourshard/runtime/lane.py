@@ -360,9 +360,11 @@ class Lane(DirectGradients):
             buffer = self.arriving if self.direct else self.gradient
             if buffer is not None:
                 self._show(self._views_kept(buffer), flags)
-        keep_runs(self, [run for run in self.runs if run.optimizer() is not None])
         for run in tuple(self.runs):
-            run.hand_out()
+            if run.optimizer() is None:
+                keep_runs(self, [other for other in self.runs if other is not run])
+            else:
+                run.hand_out()
         if not self.placement.whole and not self.offloaded and self._all_handed_out():
             self._gradient = None
 
