@@ -6,6 +6,7 @@ What is not text (pixels, sounds) is computed from the ids of its row, so that o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,23 +102,13 @@ def pair_of_towers(model: str, config: str, text: dict[str, Any], vision: dict[s
     return build(model, config, text_config=text, vision_config=vision, **more)
 
 
-class Family:
-    """How a family is made; pickled to ranks by name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self) -> nn.Module:
-        make, model, config, settings, _ = FAMILIES[self.name]
-        return make(model, config, **settings)
-
-
 def plain(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
 def task(name: str) -> Task:
-    return Task(make=Family(name), loss=FAMILIES[name][4], batch=words, optimizer=plain, steps=3)
+    make, model, config, settings, loss = FAMILIES[name]
+    return Task(make=partial(make, model, config, **settings), loss=loss, batch=words, optimizer=plain, steps=3)
 
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]

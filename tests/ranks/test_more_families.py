@@ -5,10 +5,10 @@ They stand for 394 architectures of transformers 5.24 that were compared so once
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
-from torch import nn
 
 from tests.ranks.families import (
     DECODER,
@@ -130,19 +130,10 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any], Loss]] = {
 REFUSED = {("albert", "recomputed")}  # its one layer is no unit of its own
 
 
-class Member:
-    """How a family is made; pickled to ranks by name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self) -> nn.Module:
-        _, model, config, settings, _ = FAMILIES[self.name]
-        return build(model, config, **settings)
-
-
 def task(name: str) -> Task:
-    return Task(make=Member(name), loss=FAMILIES[name][4], batch=words, optimizer=plain, steps=3, clip=1.0)
+    _, model, config, settings, loss = FAMILIES[name]
+    make = partial(build, model, config, **settings)
+    return Task(make=make, loss=loss, batch=words, optimizer=plain, steps=3, clip=1.0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -5,7 +5,6 @@ Two sources that say different things are refused, whichever they are; none over
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -40,13 +39,13 @@ def take_plugin(own: ShardPlugin | None, kwargs: dict[str, Any]) -> ShardPlugin:
     result = merge([_read_foreign(name, plugin) for name, plugin in foreign.items()] or _from_environment())
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         os.environ.pop(name, None)  # accelerate and transformers would set the other engine up
-    _scale_losses(result.run.grad_scaler or json.loads(os.environ.get(switch.GRAD_SCALER, "{}")), kwargs)
+    _scale_losses(result.run.grad_scaler or switch.handed_on(switch.GRAD_SCALER), kwargs)
     explicit = own or switch.enabled_plugin()
     if explicit is not None and foreign:
         where = "ourshard_plugin" if own else "ourshard.enable()"
         raise ValueError(f"Accelerator: {where} and {', '.join(foreign)} are both given; give one of them.")
     blocks = blocks_of(getattr(foreign.get("deepspeed_plugin"), "deepspeed_config", None) or {})
-    blocks = blocks or json.loads(os.environ.get(switch.BLOCKS, "{}"))
+    blocks = blocks or switch.handed_on(switch.BLOCKS)
     if explicit is not None:
         explicit.check_environment()
         explicit.blocks = blocks

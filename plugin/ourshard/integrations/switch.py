@@ -6,6 +6,7 @@ with the config as JSON. `accelerate launch` sets both from the YAML; `torchrun`
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,6 +57,12 @@ def flag(name: str, environment: Mapping[str, str] | None = None) -> bool:
     if value.strip().lower() not in _YES + _NO:
         raise ConfigError(f"{name} is {value!r} in the environment; write true or false.")
     return value.strip().lower() in _YES
+
+
+def handed_on(name: str) -> dict[str, Any]:
+    """Return the JSON object that the launcher has put into a variable; empty where it has not."""
+    told: dict[str, Any] = json.loads(os.environ.get(name, "{}"))
+    return told
 
 
 def asked_for(arguments: Mapping[str, Any]) -> bool:

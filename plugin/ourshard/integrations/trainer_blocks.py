@@ -8,7 +8,6 @@ of fp16 losses is set there, too.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +25,9 @@ Method = Callable[..., Any]
 
 def _said(args: Any, total_steps: int | None = None) -> RunSettings:
     result = from_training_arguments(args, total_steps=total_steps)
-    if result is None and switch.BLOCKS in os.environ:
-        blocks, auto = json.loads(os.environ[switch.BLOCKS]), auto_from_training_arguments(args, total_steps)
+    blocks = switch.handed_on(switch.BLOCKS) if result is None else {}
+    if blocks:
+        auto = auto_from_training_arguments(args, total_steps)
         result = from_deepspeed(blocks, auto, "the DeepSpeed config of accelerate launch")
     return result.run if result is not None else RunSettings()
 

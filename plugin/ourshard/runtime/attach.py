@@ -46,7 +46,7 @@ def _open_doors(engine: Engine, model: nn.Module) -> None:
     """
     inside = {id(m) for unit in engine.units for module in unit.modules for m in module.modules()}
     lanes = [lane for unit in engine.rooted for lane in unit.lanes]
-    owners = {id(site.module) for lane in lanes for p in lane.parameters for site in p.sites}
+    owners = {id(site.module) for lane in lanes for p in lane.parameters for site in p.sites} - inside
     for module in model.modules():
-        if module is not model and id(module) not in inside and any(id(m) in owners - inside for m in module.modules()):
+        if module is not model and id(module) not in inside and any(id(m) in owners for m in module.modules()):
             DoorHooks(engine).attach(module)

@@ -353,7 +353,7 @@ class RootHooks:
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refuse_transforms(self._engine)
         given = self._engine.begin_forward(args, kwargs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._hidden.expected:
             self._hidden.before((args, kwargs) if given is None else given)
         return given
 
@@ -361,7 +361,8 @@ class RootHooks:
         if outputs is None and sys.exc_info()[0] is not None:  # called although the forward raised
             self._engine.forward_failed()
             return None
-        hidden = self._hidden.after(module, (args, kwargs)) if torch.is_grad_enabled() else []
+        asks = torch.is_grad_enabled() and self._hidden.expected
+        hidden = self._hidden.after(module, (args, kwargs)) if asks else []
         return self._engine.end_forward(outputs, hidden)
 
 
