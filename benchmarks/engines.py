@@ -286,6 +286,9 @@ ENGINES: dict[str, Callable[[nn.Module, Work, Phases], Step]] = {
     "ourshard3-nccl-keep": _ourshard(
         stage=3, reduce="bfloat16", reshard_after_forward=False, communication={"transport": "nccl"}
     ),
+    "ourshard3-nccl-last": _ourshard(  # what DeepSpeed's `stage3_max_reuse_distance` keeps by default
+        stage=3, reduce="bfloat16", keep_last=500_000_000, communication={"transport": "nccl"}
+    ),
     "ourshard3-int8": _ourshard(stage=3, communication={"weights": "int8"}),
     "ourshard3-int8-int8": _ourshard(stage=3, communication={"weights": "int8", "gradients": "int8"}),
     "ourshard3-int8-int4": _ourshard(stage=3, communication={"weights": "int8", "gradients": "int4"}),

@@ -11,7 +11,7 @@ losses mean nothing; what counts is the time that the host takes to issue a step
 A slow link, for codecs: GPUs that reach each other through sockets alone. The first engine is uncompressed.
 
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 python benchmarks/peers.py --steps 3 --warmup 2 --timeout 60 --engines \\
-        ourshard3-nccl ourshard3-nccl-bf16 ourshard3-nccl-keep ourshard3-int8-int8 ourshard3-int8-int4 deepspeed3
+        ourshard3-nccl ourshard3-nccl-bf16 ourshard3-nccl-last ourshard3-int8-int8 ourshard3-int8-int4 deepspeed3
 """
 
 from __future__ import annotations

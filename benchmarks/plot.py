@@ -1,6 +1,6 @@
 """Draw what `peers.py` measured: step time against the limit, and memory.
 
-python benchmarks/plot.py benchmarks/measured/2026-11-28-h200x2-run4.jsonl docs/images/peers.png
+python benchmarks/plot.py benchmarks/measured/2026-11-29-h200x2-run22-rows.jsonl docs/images/peers.png
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def bars(axis: Any, rows: list[dict[str, Any]], key: str, title: str) -> None:
     axis.bar_label(drawn, fmt="%.1f", fontsize=8)
     axis.margins(y=0.1)  # room for the label of the highest
     axis.set_title(title, fontsize=9)
-    axis.tick_params(axis="x", labelsize=8)
+    axis.tick_params(axis="x", labelsize=8, rotation=20)  # seven names side by side
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ PASSED_OVER = {
     "2026-11-28-h200x2-run12-offload.jsonl": "clipping in a pass of its own over host memory",
     "2026-11-29-h200x1-run21-offload.jsonl": "a host whose memory is 1.2 to 1.4 times as fast as planned",
     "2026-11-29-h200x2-run18-slow.jsonl": "NCCL over sockets, whose rate no data sheet has",
+    "2026-11-29-h200x2-run22-slow.jsonl": "the same",
+    "2026-11-29-h200x2-run22-offload.jsonl": "a host whose memory is 0.8 times as fast as planned",
 }
 COMPILED = "llama-1b-compiled"  # kernels are planned as they are without a compiler
 
