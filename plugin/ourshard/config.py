@@ -159,6 +159,7 @@ class PrecisionConfig:
     master_dtype: str = "float32"  # the optimizer updates this
     buffer_dtype: str | None = None  # floating-point buffers are cast to this; None leaves them
     output_dtype: str | None = None  # floating-point outputs of the root are cast to this; None leaves them
+    cast_inputs: bool = True  # floating-point inputs of the root are cast to `param_dtype`, where no autocast is
 
     def __post_init__(self) -> None:
         settle(self, "precision.")
@@ -283,6 +284,7 @@ class CheckpointConfig:
     when_busy: WhenBusy = WhenBusy.WAIT  # asynchronous only
     save_dtype: str | None = None  # consolidated weights; None keeps each parameter's own dtype
     keep: int | None = None
+    save_on_each_node: bool = False  # each machine writes what its ranks hold on a disk of its own
 
     @property
     def shards_trainer(self) -> bool:

@@ -122,7 +122,7 @@ def test_rows_that_are_on_another_disk_are_named_on_all_ranks_and_nothing_is_loa
         assert same
 
 
-def save_state_on_each(root: str, each: bool) -> tuple[list[float], list[float]]:
+def save_state_on_each(root: str, each: bool, by_config: bool = False) -> tuple[list[float], list[float]]:
     """Save and load with an Accelerator on two machines of one rank."""
     import os
 
@@ -132,9 +132,9 @@ def save_state_on_each(root: str, each: bool) -> tuple[list[float], list[float]]
 
     own = place(root, 1)
     os.environ["LOCAL_RANK"] = "0"
-    accelerator, *parts = test_saving.prepared(
-        {"stage": 3}, project_config=ProjectConfiguration(project_dir=str(own), save_on_each_node=each)
-    )
+    project = ProjectConfiguration(project_dir=str(own), save_on_each_node=each and not by_config)
+    config = {"stage": 3, "checkpoint": {"save_on_each_node": by_config}}
+    accelerator, *parts = test_saving.prepared(config, project_config=project)
     test_saving.steps(accelerator, *parts, range(2))
     accelerator.save_state(str(own / "state"))
     losses = test_saving.steps(accelerator, *parts, range(2, 4))
@@ -142,9 +142,13 @@ def save_state_on_each(root: str, each: bool) -> tuple[list[float], list[float]]
     return losses, test_saving.steps(accelerator, *parts, range(2, 4))
 
 
-def test_save_state_writes_on_each_node_where_that_is_asked_for(ranks: Any, tmp_path: Path) -> None:
-    for losses, again in ranks(2)(save_state_on_each, str(tmp_path), True):
+@pytest.mark.parametrize("by_config", [False, True])
+def test_save_state_writes_on_each_node_where_that_is_asked_for(ranks: Any, tmp_path: Path, by_config: bool) -> None:
+    for losses, again in ranks(2)(save_state_on_each, str(tmp_path), True, by_config):
         assert losses == again
+
+
+def test_save_state_on_several_disks_says_what_to_ask_for(ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="or set save_on_each_node") as caught:
         ranks(2)(save_state_on_each, str(tmp_path), False)
     assert {failure.type_name for failure in caught.value.failures} == {"ValueError"}

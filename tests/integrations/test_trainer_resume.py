@@ -127,7 +127,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def asked_for(folder: str) -> tuple[list[str], int, int]:
+def asked_for(folder: str) -> tuple[list[str], int, int, list[bool]]:
     from ourshard.integrations import trainer_checkpoint
 
     errors = []
@@ -140,14 +140,16 @@ def asked_for(folder: str) -> tuple[list[str], int, int]:
         errors.append(str(error.value))
     trainer_checkpoint.check(made_with(folder, {"format": "sharded"}, peft="lora"))  # whole all the same
     kept = made_with(folder, {"keep": 2}).args.save_total_limit
-    return errors, kept, made_with(folder, {"keep": 2}, save_total_limit=5).args.save_total_limit
+    own = made_with(folder, {"keep": 2}, save_total_limit=5).args.save_total_limit
+    on_each = [made_with(folder, {"save_on_each_node": each}).args.save_on_each_node for each in (False, True)]
+    return errors, kept, own, on_each
 
 
-def test_a_trainer_keeps_as_many_as_the_config_says_and_refuses_what_rows_cannot_be(ranks, tmp_path):
-    ((errors, kept, own),) = ranks(1)(asked_for, str(tmp_path))
+def test_a_trainer_keeps_what_the_config_says_where_it_says_and_refuses_what_rows_cannot_be(ranks, tmp_path):
+    ((errors, kept, own, on_each),) = ranks(1)(asked_for, str(tmp_path))
     for error, (start, _, _) in zip(errors, REFUSED, strict=True):
         assert error.startswith(start)
-    assert (kept, own) == (2, 5)
+    assert (kept, own, on_each) == (2, 5, [False, True])
 
 
 def damage(folder: Path, number: int, what: str) -> None:

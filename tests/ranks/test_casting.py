@@ -83,6 +83,34 @@ def test_floats_given_from_outside_are_cast(ranks, stage, call):
     ranks(2)(train_by, {"stage": stage, **HALF}, call)
 
 
+class Positions(Toy):
+    """Is given positions that 16 bits would round, and casts where it meets weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return super().forward((x % 1).to(torch.bfloat16))
+
+
+def keep_inputs(stage: int) -> None:
+    """Compare outputs and gradients with one process, for inputs that a cast before the model would change."""
+    config = {"stage": stage, **HALF, "precision": {**HALF["precision"], "cast_inputs": False}}
+    both = pair(config, make=Positions)
+    both.plain.to(torch.bfloat16)
+    positions = 1000 + ROWS.abs()
+    expected, outputs = both.plain(positions), both.sharded(positions)
+    assert torch.equal(expected, outputs)
+    for each in (expected, outputs):
+        each.pow(2).sum().backward()
+    both.assert_same_gradients(0)
+    with pytest.raises(RuntimeError, match="dtype"):
+        both.sharded.first(ROWS)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_inputs_stay_as_they_are_where_that_is_asked_for(ranks, stage):
+    ranks(2)(keep_inputs, stage)
+
+
 def call_whole(stage: int) -> None:
     """A forward in `gathered` takes what a forward outside takes, and gives what it gives."""
     import ourshard

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "checkpoint.asynchronous": "tests/checkpoint/test_background.py",
     "checkpoint.save_dtype": "tests/integrations/test_saving.py",
     "checkpoint.keep": "tests/integrations/test_saving.py",
+    "checkpoint.save_on_each_node": "tests/checkpoint/test_several_disks.py",
 }
 CHANGED: dict[str, Any] = {
     "stage": 2,
@@ -41,6 +42,7 @@ CHANGED: dict[str, Any] = {
     "precision.master_dtype": "float64",
     "precision.buffer_dtype": "bfloat16",
     "precision.output_dtype": "float64",
+    "precision.cast_inputs": False,
     "prefetch.forward": 0,
     "prefetch.backward": 0,
     "accumulate": "deferred",
@@ -70,6 +72,7 @@ CHANGED: dict[str, Any] = {
     "checkpoint.when_busy": "skip",
     "checkpoint.save_dtype": "bfloat16",
     "checkpoint.keep": 2,
+    "checkpoint.save_on_each_node": True,
     "timeout": 60.0,
     "ledger": False,
 }

@@ -344,6 +344,7 @@ sayable = st.fixed_dictionaries(
         ),
         "prefetch": st.just({"forward": 0, "backward": 0}),
         "ledger": st.booleans(),
+        "checkpoint": st.fixed_dictionaries({"save_on_each_node": st.booleans()}),
     },
 )  # fmt: skip
 

@@ -184,6 +184,8 @@ def to_deepspeed(config: ShardConfig, run: RunSettings | None = None) -> tuple[d
         raw["fp16"] = {"enabled": "auto", "fp16_master_weights_and_grads": True}
     if config.offload.activations.value != "none":
         raw["activation_checkpointing"] = {"cpu_checkpointing": True}
+    if config.checkpoint.save_on_each_node:
+        raw["checkpoint"] = {"use_node_local_storage": True}
     if config.ledger:
         raw["comms_logger"] = {"enabled": True}
     raw["fp16"] |= _scale(run.grad_scaler)

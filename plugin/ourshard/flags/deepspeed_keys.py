@@ -352,8 +352,8 @@ REPORTS = (
     idle("checkpoint.parallel_write", "Every rank writes its own pieces.", tree=True),
     idle("checkpoint.checkpoint_serialization", "Checkpoints are safetensors files."),
     idle("checkpoint.writer", "Every rank writes its own pieces, without a writer to choose.", tree=True),
-    refused("checkpoint.use_node_local_storage", "a checkpoint is one folder that all ranks see; save to shared "
-            "storage."),
+    mapped("checkpoint.use_node_local_storage", "checkpoint.save_on_each_node",
+           "Each machine writes on a disk of its own."),
 )  # fmt: skip
 
 LAUNCHER = (

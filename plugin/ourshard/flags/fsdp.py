@@ -150,13 +150,9 @@ def _read_mixed_precision(value: Any, said: Mapping[str, Any]) -> Outcome:
     if unknown:
         raise ValueError(f"mixed_precision_policy: unknown key {unknown[0]!r}.{nearest(unknown[0], (*names, *casts))}")
     of_root = casts[1] if given.get(casts[1]) is not None or said.get("version") == 1 else casts[0]
-    if given.get(of_root) is False:
-        raise ValueError(
-            f"mixed_precision_policy: {of_root}: false is refused: what the model is given is cast to param_dtype. "
-            "Leave it out; where Accelerate's mixed_precision is on, autocast casts, and inputs stay as they are."
-        )
     dtypes = {f"precision.{name}": given.get(name) for name in names}
-    return Outcome({key: dtype for key, dtype in dtypes.items() if dtype is not None})
+    kept = {"precision.cast_inputs": False} if given.get(of_root) is False else {}
+    return Outcome({key: dtype for key, dtype in dtypes.items() if dtype is not None} | kept)
 
 
 def _read_fsdp(value: Any, said: Mapping[str, Any]) -> Outcome:
@@ -216,8 +212,8 @@ FLAGS: tuple[Flag, ...] = (
     mapped("ignored_modules", "wrap.ignore", "Dotted names; patterns and module objects are refused.", Kind.ANY,
            read=_read_ignored),
     mapped("mixed_precision_policy", "precision.param_dtype", "A name, a mapping or torch's object: param_dtype, "
-           "reduce_dtype, buffer_dtype, output_dtype. Inputs that are to stay as they are, are refused.", Kind.ANY,
-           read=_read_mixed_precision),
+           "reduce_dtype, buffer_dtype, output_dtype, cast_forward_inputs (version 1: cast_root_forward_inputs).",
+           Kind.ANY, read=_read_mixed_precision),
     idle("use_orig_params", "Parameters always keep their identity, names and shapes for the optimizer.",
          asks_nothing=()),
     idle("sync_module_states", "Rank 0's weights and buffers are always the ones that are sharded.", asks_nothing=()),

@@ -26,6 +26,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "precision.master_dtype": "the optimizer updates parameters in it",
     "precision.buffer_dtype": "floating-point buffers are cast to it; null leaves them",
     "precision.output_dtype": "floating-point outputs of the model are cast to it; null leaves them",
+    "precision.cast_inputs": "floating-point inputs of the model are cast to param_dtype, where autocast is off",
     "prefetch.forward": "units gathered ahead in forward",
     "prefetch.backward": "units gathered ahead in backward",
     "accumulate": "sharded, or deferred: whole gradients until the optimizer steps",
@@ -55,6 +56,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "checkpoint.when_busy": "wait or skip: a save that finds the one before still being written",
     "checkpoint.save_dtype": "dtype of consolidated weights; null keeps each parameter's own",
     "checkpoint.keep": "newest checkpoints to keep; null keeps all",
+    "checkpoint.save_on_each_node": "each machine writes on a disk of its own",
     "timeout": "seconds a collective may wait; null is the process group's own",
     "ledger": "count bytes, calls and peaks",
 }

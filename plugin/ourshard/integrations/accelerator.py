@@ -54,6 +54,8 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
         if _alone_on_cpus() and len(args) <= 4 and "cpu" not in kwargs:
             kwargs["cpu"] = True
         super().__init__(*args, **kwargs)
+        if self.ourshard_plugin.config.checkpoint.save_on_each_node:
+            self.project_configuration.save_on_each_node = True
         self._check_world()
         self._check_engines()
         self._check_disk()

@@ -33,14 +33,17 @@ def _said(args: Any, total_steps: int | None = None) -> RunSettings:
 
 
 def create_accelerator_and_postprocess(method: Method, trainer: Any) -> None:
-    """Scale fp16 losses as the `fp16` block says, and keep as many checkpoints as `checkpoint.keep` says."""
+    """Scale fp16 losses as the `fp16` block says, and keep checkpoints as `checkpoint` says: how many, and where."""
     method(trainer)
     if not getattr(trainer.accelerator, "is_ourshard", False):
         return
     _refuse_uneven(trainer)
     _refuse_clipping(trainer)
+    checkpoint = trainer.accelerator.ourshard_plugin.config.checkpoint
     if trainer.args.save_total_limit is None:
-        trainer.args.save_total_limit = trainer.accelerator.ourshard_plugin.config.checkpoint.keep
+        trainer.args.save_total_limit = checkpoint.keep
+    if checkpoint.save_on_each_node:
+        trainer.args.save_on_each_node = True
     settings = dict(_said(trainer.args).grad_scaler)
     if settings and trainer.accelerator.scaler is not None:
         trainer.accelerator.scaler = ShardGradScaler(trainer.accelerator.device.type, **settings)

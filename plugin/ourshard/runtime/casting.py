@@ -4,7 +4,8 @@ Note [Where inputs are cast]
 ----------------------------
 Where no autocast casts for single operations, floating-point inputs are cast to `precision.param_dtype` where a call
 comes from outside: at the root, or at a module that is called on its own, in `gathered` too. Between the modules of a
-forward nothing is cast: a residual that a model keeps in float32 stays so.
+forward nothing is cast: a residual that a model keeps in float32 stays so. With `precision.cast_inputs: false` nothing
+is cast: a model that wants its inputs in another dtype (positions, timesteps) casts where it meets weights.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 class Casts:
     """The dtypes of what goes into a model and comes out of it; None where it is left as it is."""
 
-    __slots__ = ("inputs_to", "outputs_to")
+    __slots__ = ("autocast", "inputs_to", "outputs_to")
 
-    def __init__(self, precision: PrecisionConfig, cast_inputs: bool) -> None:
-        self.inputs_to = dtype_named(precision.param_dtype) if cast_inputs else None
+    def __init__(self, precision: PrecisionConfig, autocast: bool) -> None:
+        self.autocast = autocast
+        self.inputs_to = None if autocast or not precision.cast_inputs else dtype_named(precision.param_dtype)
         self.outputs_to = dtype_named(precision.output_dtype)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

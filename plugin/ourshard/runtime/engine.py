@@ -74,7 +74,7 @@ class Engine:
         self.param_dtype = dtype_named(config.precision.param_dtype)
         self.reduce_dtype = dtype_named(config.precision.reduce_dtype)
         self.master_dtype = dtype_named(config.precision.master_dtype) or torch.float32
-        self.casts = Casts(config.precision, cast_small)
+        self.casts = Casts(config.precision, autocast=not cast_small)
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger, hops_of(config, mesh))

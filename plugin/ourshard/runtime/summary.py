@@ -108,6 +108,7 @@ def inactive(engine: Engine) -> dict[str, str]:
     """Return the keys that were set and change nothing in this run, with the reason."""
     mine, default = flatten(engine.config.to_dict()), flatten(ShardConfig().to_dict())
     reasons = [*_without_shards(engine), *_by_stage(engine), *_of_host(engine), *_of_codecs(engine), *_of_hops(engine)]
+    reasons += _of_casts(engine)
     return {key: reason for key, reason in reasons if key == "stage" or mine[key] != default[key]}
 
 
@@ -184,6 +185,13 @@ def _of_codecs(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "communication.weights", why
     if communication.gradients is not Codec.NONE and not any(lane.trainable for lane in coded):
         yield "communication.gradients", why
+
+
+def _of_casts(engine: Engine) -> Iterator[tuple[str, str]]:
+    if engine.param_dtype is None:
+        yield "precision.cast_inputs", "no dtype is set to cast to"
+    elif engine.casts.autocast:
+        yield "precision.cast_inputs", "autocast casts for single operations, and leaves inputs alone"
 
 
 def _of_hops(engine: Engine) -> Iterator[tuple[str, str]]:
