@@ -62,6 +62,13 @@ class Codec(str, Enum):
     AUTO = "auto"  # measured at start
 
 
+class ReduceOp(str, Enum):
+    """What the gradients of all ranks become."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
 # Elements that share one scale, where the config does not say. With 15 levels, what is below 1/14 of the largest one
 # of a block is 0: smaller blocks keep more of it (docs/numbers.md), for one byte in eight elements.
 BLOCKS = {Codec.INT8: 256, Codec.FP8: 256, Codec.AUTO: 256, Codec.INT4: 32}
@@ -225,7 +232,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class CommunicationConfig:
-    """Codecs of the two collectives."""
+    """How bytes go between ranks: codecs, hops, and what is done to gradients."""
 
     weights: Codec = Codec.NONE
     gradients: Codec = Codec.NONE
@@ -236,6 +243,7 @@ class CommunicationConfig:
     two_hop_gathers: bool = False  # weights go between nodes first, once to each node, then inside of it
     node_size: int | None = None  # ranks of a node, for coded gradients and gathers in two hops; None: as launched
     transport: Transport = Transport.AUTO
+    reduce_op: ReduceOp = ReduceOp.MEAN
 
     def __post_init__(self) -> None:
         settle(self, "communication.")

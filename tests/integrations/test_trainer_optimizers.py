@@ -92,18 +92,21 @@ def refusals(folder: str) -> list[str]:
             trainer.train()
         except ValueError as error:
             said.append(str(error))
-    try:
-        trainer_of(Case(arguments={"accelerator_config": {"even_batches": False}}), folder, {**SHARD, "stage": 3})
-    except ValueError as error:
-        said.append(str(error))
+    uneven = {"accelerator_config": {"even_batches": False}}
+    for arguments, more in ((uneven, {}), ({}, {"communication": {"reduce_op": "sum"}})):
+        try:
+            trainer_of(Case(arguments=arguments), folder, {**SHARD, "stage": 3, **more})
+        except ValueError as error:
+            said.append(str(error))
     return said
 
 
 def test_what_cannot_be_right_on_ranks_is_refused_by_name(ranks, tmp_path):
-    for ranked, inside, uneven in ranks(2)(refusals, str(tmp_path)):
+    for ranked, inside, uneven, sums in ranks(2)(refusals, str(tmp_path)):
         assert "The optimizer LowRank needs whole matrices" in ranked
         assert "The optimizer WhileBackward changes each parameter while backward runs" in inside
         assert "even_batches=False" in uneven
+        assert sums.startswith("communication.reduce_op: sum: a Trainer scales its losses for the mean")
 
 
 def steps(folder: str, shard: dict[str, Any] | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.integrations.tiny import FEATURES, tiny
 # What a step does not show, and the test that holds it.
 ELSEWHERE = {
     "activation_checkpointing": "tests/ranks/test_recompute.py",  # on CPUs torch's allocator is not counted
+    "communication.reduce_op": "tests/ranks/test_sums.py",
     "low_memory_loading": "tests/integrations/test_loading.py",
     "checkpoint.format": "tests/integrations/test_saving.py",
     "checkpoint.asynchronous": "tests/checkpoint/test_background.py",
@@ -64,6 +65,7 @@ CHANGED: dict[str, Any] = {
     "communication.two_hop_gathers": True,
     "communication.node_size": 2,
     "communication.transport": "peer",
+    "communication.reduce_op": "sum",
     "activation_checkpointing": True,
     "cuda_graph": True,
     "low_memory_loading": False,

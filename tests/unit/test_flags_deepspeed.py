@@ -215,7 +215,6 @@ def test_a_static_loss_scale_is_where_the_scale_stays() -> None:
         ({"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}}, "curriculum_learning.enabled"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention.mode"),
         ({"amp": {"enabled": "true"}}, "amp.enabled"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size"),
         ({"enable_msamp": True}, "enable_msamp"),
     ],
@@ -377,6 +376,16 @@ def test_inputs_of_recomputed_units_go_to_the_host_and_back_to_deepspeed() -> No
     assert (config.activation_checkpointing, config.offload.activations.value) == (True, "cpu")
     raw, notes = to_deepspeed(config)
     assert (from_deepspeed(raw).config, notes) == (config, ())
+
+
+def test_sums_of_gradients_are_taken_and_said_where_deepspeed_takes_them() -> None:
+    config = from_deepspeed({**zero(stage=2), "gradient_allreduce_op": "sum"}).config
+    assert config.communication.reduce_op.value == "sum"
+    raw, notes = to_deepspeed(config)
+    assert (from_deepspeed(raw).config, notes) == (config, ())
+    raw, notes = to_deepspeed(config.replace(stage=3))
+    assert "gradient_allreduce_op" not in raw
+    assert notes == ("communication.reduce_op: 'sum' can't be said in DeepSpeed, which reads as 'mean' here.",)
 
 
 def test_units_that_deepspeed_keeps_for_their_backward_are_kept() -> None:

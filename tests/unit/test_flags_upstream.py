@@ -155,7 +155,20 @@ def test_mapped_keys_change_the_result_for_some_value() -> None:
                 ), flag.key
 
 
-_CANDIDATES = (True, 0, 2, "cpu", "fp16", "AdamW", "FULL_SHARD", "BACKWARD_PRE", "FULL_STATE_DICT", "NO_WRAP", "/path")
+_CANDIDATES = (
+    True,
+    0,
+    2,
+    "cpu",
+    "fp16",
+    "AdamW",
+    "FULL_SHARD",
+    "BACKWARD_PRE",
+    "FULL_STATE_DICT",
+    "NO_WRAP",
+    "/path",
+    "sum",
+)
 _BESIDE: dict[str, dict[str, Any]] = {
     FSDP.name: {},
     PARALLELISM.name: {"dp_replicate_size": 2},

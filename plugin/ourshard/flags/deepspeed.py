@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ourshard.config import CommunicationConfig, ShardConfig
+from ourshard.config import CommunicationConfig, ReduceOp, ShardConfig
 from ourshard.flags.deepspeed_keys import DEEPSPEED_FLAGS, LAUNCHER, NEVER, ZERO
 from ourshard.flags.files import load
 from ourshard.flags.fsdp import unsayable
@@ -186,6 +186,8 @@ def to_deepspeed(config: ShardConfig, run: RunSettings | None = None) -> tuple[d
         raw["activation_checkpointing"] = {"cpu_checkpointing": True}
     if config.checkpoint.save_on_each_node:
         raw["checkpoint"] = {"use_node_local_storage": True}
+    if config.communication.reduce_op is ReduceOp.SUM and config.stage < 3:  # where DeepSpeed takes it
+        raw["gradient_allreduce_op"] = "sum"
     if config.ledger:
         raw["comms_logger"] = {"enabled": True}
     raw["fp16"] |= _scale(run.grad_scaler)

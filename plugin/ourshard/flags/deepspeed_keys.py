@@ -316,8 +316,7 @@ RUN = (
     idle("is_train_batch_min", "No batch size is needed."),
     idle("prescale_gradients", "The division is split before and after the reduction, which is safe in fp16."),
     idle("gradient_predivide_factor", "The division is split before and after the reduction, which is safe in fp16."),
-    refused("gradient_allreduce_op", "gradients are averaged, as Accelerate and the Trainer expect; scale the loss "
-            "instead.", TEXT, asks_nothing=("mean",)),
+    mapped("gradient_allreduce_op", "communication.reduce_op", "mean or sum; at stage 3, too.", TEXT),
     refused("sparse_gradients", "gradients of embeddings are reduced dense; leave it out."),
     idle("disable_allgather", "The stage decides what is gathered."),
     idle("dataloader_drop_last", "Belongs to your DataLoader, or to the Trainer's dataloader_drop_last."),

@@ -48,6 +48,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "communication.two_hop_gathers": "gather weights between nodes first, then inside of each",
     "communication.node_size": "ranks of a node, for what goes in two hops; null: as launched; 1: all in one hop",
     "communication.transport": "auto, nccl, or peer: what moves the bytes",
+    "communication.reduce_op": "mean, or sum: what the gradients of all ranks become",
     "activation_checkpointing": "recompute units in backward",
     "cuda_graph": "replay forwards and backwards of static shapes as CUDA graphs",
     "low_memory_loading": "rank 0 reads the weights, the others receive their shards",

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ourshard.config import ReduceOp
 from ourshard.flags.blocks import build_optimizer, build_scheduler
 from ourshard.flags.deepspeed import from_deepspeed
 from ourshard.flags.objects import auto_from_training_arguments, from_training_arguments
@@ -39,6 +40,7 @@ def create_accelerator_and_postprocess(method: Method, trainer: Any) -> None:
         return
     _refuse_uneven(trainer)
     _refuse_clipping(trainer)
+    _refuse_sums(trainer)
     checkpoint = trainer.accelerator.ourshard_plugin.config.checkpoint
     if trainer.args.save_total_limit is None:
         trainer.args.save_total_limit = checkpoint.keep
@@ -58,6 +60,15 @@ def _refuse_uneven(trainer: Any) -> None:
             "Trainer gathers as if they were equal. Leave it out (rows that fill up a last batch are dropped from "
             "metrics), or set dataloader_drop_last=True, or join the ranks in a loop of your own with "
             "accelerator.join_uneven_inputs."
+        )
+
+
+def _refuse_sums(trainer: Any) -> None:
+    """Raise ValueError where gradients of ranks are added: a Trainer scales its losses for their mean."""
+    if trainer.accelerator.ourshard_plugin.config.communication.reduce_op is ReduceOp.SUM:
+        raise ValueError(
+            "communication.reduce_op: sum: a Trainer scales its losses for the mean over ranks, and would train with "
+            "gradients that are larger by the number of ranks. Leave it out; sums are for loops of your own."
         )
 
 

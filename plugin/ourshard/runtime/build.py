@@ -75,7 +75,7 @@ def _find_peers(engine: Engine) -> None:
     wanted = engine.config.communication
     found: PeerCopies | str = "peers pull no messages of a codec, nor in two hops"
     if not wanted.active and engine.collectives.hops is None:
-        found = make_peer_copies(engine.control, engine.mesh, engine.units, engine.ledger, wanted.transport)
+        found = make_peer_copies(engine)
     if isinstance(found, PeerCopies):
         engine.collectives.peer = engine.peer = found
     else:

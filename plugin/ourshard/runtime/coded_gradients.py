@@ -23,7 +23,8 @@ gather of the means, coded again, so that all replicas have the same bits. A sha
 for each replica is padded with zeros. Divided masters (Note [Divided masters] in divided.py) take their part of the
 mean, and no gather follows.
 
-A block with a NaN or an infinity is NaN in the mean, which loss scalers and clipping see.
+A block with a NaN or an infinity is NaN in the mean, which loss scalers and clipping see. With `reduce_op: sum` each
+mean here is a sum.
 
 Note [Error feedback]
 ---------------------
@@ -78,9 +79,9 @@ class Site(Enum):
     """Where a gradient is coded on its way."""
 
     SENT = "sent"  # the whole of this rank
-    NODE = "node"  # the mean in the node, for the other nodes
+    NODE = "node"  # the mean in the node, or the sum, for the other nodes
     REPLICA = "replica"  # the shard, for the other replicas
-    MEAN = "mean"  # of the replicas, the part that this rank has reduced
+    MEAN = "mean"  # of the replicas, or their sum: the part that this rank has reduced
 
 
 def coded_numels(config: ShardConfig, numel: int, sizes: Mapping[str, int]) -> dict[Site, int]:
@@ -92,7 +93,7 @@ def coded_numels(config: ShardConfig, numel: int, sizes: Mapping[str, int]) -> d
         block = config.communication.block_of(config.communication.gradients)
         part = replica_part(numel // sizes["shard"], sizes["replicate"], block)
         numels[Site.REPLICA] = part * sizes["replicate"]
-        if config.shard_optimizer_over is OptimizerOver.SHARD:  # else no gather of the mean follows
+        if config.shard_optimizer_over is OptimizerOver.SHARD:  # else no gather of it follows
             numels[Site.MEAN] = part
     return numels
 
@@ -135,8 +136,8 @@ class GradientCoder:
             seed = seed << 32 | word
         return seed
 
-    def mean_scatter(self, segment: torch.Tensor, whole: torch.Tensor) -> None:
-        """Leave the mean of this rank's part of `whole` over the shard axis in `segment`, a part of `whole`.
+    def scatter(self, segment: torch.Tensor, whole: torch.Tensor) -> None:
+        """Leave this rank's part of `whole`, reduced over the shard axis, in `segment`, a part of `whole`.
 
         `whole` (numel of the lane) is used up.
         """
@@ -150,7 +151,7 @@ class GradientCoder:
                 return
             self._encode(Site.SENT, whole, sent, axis.size)
             self._exchange(received, sent, axis)
-            self.codec.decode_sum(received, segment, 1 / axis.size, parts=axis.size)
+            self._add(received, segment, axis)
 
     def _two_hops(self, segment: torch.Tensor, whole: torch.Tensor, sent: torch.Tensor, received: torch.Tensor) -> None:
         node, cross = self._engine.mesh.node, self._engine.mesh.cross
@@ -162,22 +163,22 @@ class GradientCoder:
         with self._sums(whole, segment.numel() * cross.size) as sums:
             parts = sent.view(cross.size, -1)
             for number, total in enumerate(sums.view(cross.size, -1)):
-                self.codec.decode_sum(parts[number], total, 1 / node.size, parts=node.size)
+                self._add(parts[number], total, node)
             outgoing, incoming = sent[: cross.size * message], received[: cross.size * message]
             self._encode(Site.NODE, sums, outgoing, cross.size)
         self._exchange(incoming, outgoing, cross)
-        self.codec.decode_sum(incoming, segment, 1 / cross.size, parts=cross.size)
+        self._add(incoming, segment, cross)
 
-    def mean_part(self, own: torch.Tensor, segment: torch.Tensor) -> None:
-        """Leave the mean over `replicate` of this rank's part of `segment` in `own`, where masters are divided."""
+    def reduce_part(self, own: torch.Tensor, segment: torch.Tensor) -> None:
+        """Leave this rank's part of `segment`, reduced over `replicate`, in `own`, where masters are divided."""
         axis = self._engine.mesh.replicate
         with self._messages(self.codec.nbytes(segment.numel()), segment.device) as (sent, received):
             self._encode(Site.REPLICA, segment, sent, axis.size)
             self._exchange(received, sent, axis)
-            self.codec.decode_sum(received, own, 1 / axis.size, parts=axis.size)
+            self._add(received, own, axis)
 
-    def mean_replicas(self, segment: torch.Tensor) -> None:
-        """Replace `segment`, what this rank keeps of the lane, by its mean over `replicate`."""
+    def reduce_replicas(self, segment: torch.Tensor) -> None:
+        """Replace `segment`, what this rank keeps of the lane, by what it is reduced to over `replicate`."""
         axis = self._engine.mesh.replicate
         part = replica_part(segment.numel(), axis.size, self.codec.block)
         message = self.codec.nbytes(part)
@@ -188,14 +189,18 @@ class GradientCoder:
         with self._messages(axis.size * message, segment.device) as (sent, received):
             self._encode(Site.REPLICA, padded, sent, axis.size)
             self._exchange(received, sent, axis)
-            mean = torch.empty(part, device=segment.device)
-            self.codec.decode_sum(received, mean, 1 / axis.size, parts=axis.size)
+            reduced = torch.empty(part, device=segment.device)
+            self._add(received, reduced, axis)
             own = sent[axis.rank * message : (axis.rank + 1) * message]
-            self._encode(Site.MEAN, mean, own)
+            self._encode(Site.MEAN, reduced, own)
             self._engine.collectives.all_gather(sent, own, axis, self._label)
             self.codec.decode(sent, padded, parts=axis.size)
         if padded is not segment:
             segment.copy_(padded[: segment.numel()])
+
+    def _add(self, received: torch.Tensor, out: torch.Tensor, axis: Axis) -> None:
+        """Decode the messages of the axis's ranks, and leave their mean in `out`, or their sum."""
+        self.codec.decode_sum(received, out, 1 / self._engine.reducer.divisor(axis), parts=axis.size)
 
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor, axis: Axis) -> None:
         self._engine.collectives.all_to_all(received, sent, axis, self._label)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ourshard.config import ShardConfig
+from ourshard.config import ReduceOp, ShardConfig
 from ourshard.runtime.control import Control
 from ourshard.runtime.ledger import Kind, Ledger
 from ourshard.runtime.mesh import Axis, Mesh, gathers_in_two_hops, speaks_nccl
@@ -232,7 +232,7 @@ class Collectives:
 
 
 class Reducer:
-    """Means over axes, safe in 16 bits: Note [Split divide].
+    """Means over axes, safe in 16 bits (Note [Split divide]), or sums, as `communication.reduce_op` says.
 
     Note [Split divide]
     fp16 ends at 65504: a sum over many ranks overflows where the mean would not, and dividing first loses small values.
@@ -240,47 +240,55 @@ class Reducer:
     Wider ranges divide once, after; NCCL does it as it adds, where the factor is a power of two and so exact.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, op: ReduceOp) -> None:
         self._collectives = collectives
-        self._factors: dict[tuple[str, torch.dtype], tuple[int, float]] = {}  # before and after a sum, by axis
+        self._op = op
+        self._factors: dict[tuple[str, torch.dtype], tuple[int, float, bool]] = {}  # of scatters: `_factors_of`
 
-    def mean_scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
-        """Leave the mean of this rank's part of `whole` over the axis in `segment`, which may be in `whole`."""
+    def divisor(self, axis: Axis) -> int:
+        """Return what a sum over the axis is divided by: its ranks, or 1."""
+        return axis.size if self._op is ReduceOp.MEAN else 1
+
+    def scatter(self, segment: torch.Tensor, whole: torch.Tensor, axis: Axis, label: str) -> None:
+        """Leave this rank's part of `whole`, reduced over the axis, in `segment`, which may be in `whole`."""
         if axis.size == 1:
             return
         key = axis.name, whole.dtype
         if key not in self._factors:
-            self._factors[key] = _factors_of(whole.dtype, axis)
-        before, after = self._factors[key]
+            self._factors[key] = _factors_of(whole.dtype, axis, self.divisor(axis))
+        before, after, mean = self._factors[key]
         if before > 1:
             whole.div_(before)
-        self._collectives.reduce_scatter(segment, whole, axis, label, mean=after == 1)
+        self._collectives.reduce_scatter(segment, whole, axis, label, mean)
         if after > 1:
             segment.div_(after)
 
-    def mean(self, tensor: torch.Tensor, axis: Axis, label: str) -> None:
-        """Replace `tensor` by its mean over the axis."""
+    def reduce(self, tensor: torch.Tensor, axis: Axis, label: str) -> None:
+        """Replace `tensor` by what it is reduced to over the axis."""
         if axis.size == 1:
             return
-        before = _first_factor(tensor.dtype, axis.size)
+        divisor = self.divisor(axis)
+        before = _first_factor(tensor.dtype, divisor)
         if before > 1:
             tensor.div_(before)
         self._collectives.all_reduce(tensor, axis, label)
-        tensor.div_(axis.size / before)
+        if divisor > 1:
+            tensor.div_(divisor / before)
 
 
-def _factors_of(dtype: torch.dtype, axis: Axis) -> tuple[int, float]:
-    """Return what to divide by before and after a sum over `axis`; by 1 where its group takes the mean."""
-    if dtype != torch.float16 and axis.size & (axis.size - 1) == 0 and speaks_nccl(axis.group):
-        return 1, 1
-    before = _first_factor(dtype, axis.size)
-    return before, axis.size / before
+def _factors_of(dtype: torch.dtype, axis: Axis, divisor: int) -> tuple[int, float, bool]:
+    """Return what to divide by before and after a sum over `axis`, and whether its group takes the mean instead."""
+    exact = divisor > 1 and divisor & (divisor - 1) == 0
+    if dtype != torch.float16 and exact and speaks_nccl(axis.group):
+        return 1, 1, True
+    before = _first_factor(dtype, divisor)
+    return before, divisor / before, False
 
 
-def _first_factor(dtype: torch.dtype, size: int) -> int:
+def _first_factor(dtype: torch.dtype, divisor: int) -> int:
     if dtype != torch.float16:
         return 1
     factor = 1
-    while factor * factor * 4 <= size:
+    while factor * factor * 4 <= divisor:
         factor *= 2
     return factor

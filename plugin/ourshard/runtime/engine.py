@@ -84,7 +84,7 @@ class Engine:
         self.peer: PeerCopies | None = None  # set once the units are there
         self.buffers = UpdatedBuffers(self.control, self.collectives, mesh.world)
         self.without_peers = ""  # why there are none
-        self.reducer = Reducer(self.collectives)
+        self.reducer = Reducer(self.collectives, config.communication.reduce_op)
         self.measuring = Measuring(self.streams, (self.streams, self.control))
         self.output_watch: Callable[[Unit, list[torch.Tensor]], None] | None = None  # hears of each unit's outputs
         self.units: list[Unit] = []

@@ -201,7 +201,7 @@ class Lane(DirectGradients):
     def reduce(self, sync: bool) -> list[torch.Tensor]:
         """Reduce `arriving` over the mesh into `gradient`, on the current stream.
 
-        Mean over the shard axis always, over `replicate` when `sync`. Returns the buffers that the reduction read and
+        Over the shard axis always, over `replicate` when `sync`. Returns the buffers that the reduction read and
         that no later one may use, for the caller to keep until the stream has passed.
         """
         assert self.arriving is not None
@@ -212,7 +212,7 @@ class Lane(DirectGradients):
         if buffer.dtype != self.reduce_dtype:
             buffer = buffer.to(self.reduce_dtype)
         if self.direct:
-            engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
+            engine.reducer.reduce(buffer, engine.mesh.world, self.unit.label)
             if buffer is not self.arriving:
                 self.arriving.copy_(buffer)
             self.reduced_version = self.arriving._version
@@ -224,23 +224,23 @@ class Lane(DirectGradients):
         read += [] if buffer is self.arriving else [buffer]
         self.arriving = None
         if self.placement.whole:
-            engine.reducer.mean(buffer, engine.mesh.world, self.unit.label)
+            engine.reducer.reduce(buffer, engine.mesh.world, self.unit.label)
             self._accumulate(buffer, sync=False)
             return read
         if self._lands_in_gradient(buffer.dtype, sync):
             assert self._gradient is not None
-            engine.reducer.mean_scatter(self._gradient, buffer, self.axis, self.unit.label)
+            engine.reducer.scatter(self._gradient, buffer, self.axis, self.unit.label)
             self.accumulated = True
             return read
         segment = self.segment_of(buffer)
         if self.coder is not None:
-            self.coder.mean_scatter(segment, buffer)
+            self.coder.scatter(segment, buffer)
         else:
-            engine.reducer.mean_scatter(segment, buffer, self.axis, self.unit.label)
+            engine.reducer.scatter(segment, buffer, self.axis, self.unit.label)
         return read + self._accumulate(segment, sync)
 
     def _lands_in_gradient(self, dtype: torch.dtype, sync: bool) -> bool:
-        """Say whether the mean over the shard axis is `gradient` as it comes: nothing is added, cast or sent on."""
+        """Say whether what comes over the shard axis is `gradient` as it is: nothing is added, cast or sent on."""
         if self.coder is not None or self.divided or self.store_dtype != dtype or self._travels_on(sync):
             return False
         return self.axis.size > 1 and not self.accumulated  # since `prepare`, which has made it
@@ -276,7 +276,7 @@ class Lane(DirectGradients):
         return read
 
     def _open_sum(self, sync: bool) -> tuple[torch.Tensor, bool]:
-        """Return where the next mean over the shard axis adds up, held, and whether nothing has been added there."""
+        """Return where the next reduction over the shard axis adds up, held, and whether nothing is there yet."""
         if self.waiting is not None and not sync:
             return self.waiting.open(), not self.waiting.holds
         return self._open_gradient()
@@ -300,9 +300,9 @@ class Lane(DirectGradients):
         return gradient
 
     def _accumulate(self, segment: torch.Tensor, sync: bool) -> list[torch.Tensor]:
-        """Add a reduced segment to `gradient`; when `sync`, make the sum the mean over `replicate`.
+        """Add a reduced segment to `gradient`; when `sync`, reduce that over `replicate`.
 
-        Divided masters get their part of the mean, when `sync`. Returns the buffers that were read.
+        Divided masters get their part of it, when `sync`. Returns the buffers that were read.
         """
         engine, read = self.unit.engine, []
         if self.waiting is not None:
@@ -312,14 +312,14 @@ class Lane(DirectGradients):
             read = self.waiting.give_to(segment)
             own = self.own_in(segment)
             if self.coder is not None:
-                self.coder.mean_part(own, segment)
+                self.coder.reduce_part(own, segment)
             else:
-                engine.reducer.mean_scatter(own, segment, engine.mesh.replicate, self.unit.label)
+                engine.reducer.scatter(own, segment, engine.mesh.replicate, self.unit.label)
             segment, sync = own, False
         gradient, first = self._open_gradient()
         replicated = sync and engine.mesh.replicate.size > 1
         if replicated and first:
-            self._mean_over_replicas(segment)
+            self._reduce_over_replicas(segment)
         total = segment
         if first:
             gradient.copy_(segment, non_blocking=True)
@@ -330,7 +330,7 @@ class Lane(DirectGradients):
             gradient.add_(segment)
         if replicated and not first:
             segment.copy_(gradient, non_blocking=True)
-            self._mean_over_replicas(segment)
+            self._reduce_over_replicas(segment)
             gradient.copy_(segment, non_blocking=True)
             total = segment
         if self.offloaded:
@@ -338,11 +338,11 @@ class Lane(DirectGradients):
         self.accumulated = True
         return read
 
-    def _mean_over_replicas(self, segment: torch.Tensor) -> None:
+    def _reduce_over_replicas(self, segment: torch.Tensor) -> None:
         if self.coder is not None:
-            self.coder.mean_replicas(segment)
+            self.coder.reduce_replicas(segment)
             return
-        self.unit.engine.reducer.mean(segment, self.unit.engine.mesh.replicate, self.unit.label)
+        self.unit.engine.reducer.reduce(segment, self.unit.engine.mesh.replicate, self.unit.label)
 
     def norm_above(self) -> torch.Tensor | None:
         """Return the norm of `gradient`, a scalar on the device, if it was taken as the gradient went to the host.

@@ -119,18 +119,18 @@ def _pace_of_reductions(engine: Engine) -> Pace:
     divided = engine.config.shard_optimizer_over is OptimizerOver.ALL
 
     def exact() -> None:
-        engine.reducer.mean_scatter(segment, whole, mesh.shard, _LABEL)
+        engine.reducer.scatter(segment, whole, mesh.shard, _LABEL)
         if divided:
-            engine.reducer.mean_scatter(own, segment, mesh.replicate, _LABEL)
+            engine.reducer.scatter(own, segment, mesh.replicate, _LABEL)
         else:
-            engine.reducer.mean(segment, mesh.replicate, _LABEL)
+            engine.reducer.reduce(segment, mesh.replicate, _LABEL)
 
     def coded() -> None:
-        coder.mean_scatter(segment, whole)
+        coder.scatter(segment, whole)
         if mesh.replicate.size > 1 and divided:
-            coder.mean_part(own, segment)
+            coder.reduce_part(own, segment)
         elif mesh.replicate.size > 1:
-            coder.mean_replicas(segment)
+            coder.reduce_replicas(segment)
 
     return Pace(_seconds(engine, exact), _seconds(engine, coded))
 

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ourshard.config import Transport
-from ourshard.runtime.control import Control
-from ourshard.runtime.ledger import Kind, Ledger
-from ourshard.runtime.mesh import Axis, Mesh, speaks_nccl
+from ourshard.runtime.ledger import Kind
+from ourshard.runtime.mesh import Axis, speaks_nccl
 
 if TYPE_CHECKING:
+    from ourshard.runtime.engine import Engine
     from ourshard.runtime.unit import Unit
 
 _ALIGN = 512  # bytes between pieces of a shared buffer
@@ -56,10 +56,11 @@ class _Pull(NamedTuple):
 class PeerCopies:
     """Shared buffers of one mesh axis and the copies between them. Calls are collective over the axis."""
 
-    def __init__(self, axis: Axis, device: torch.device, staging_nbytes: int, arena_nbytes: int) -> None:
+    def __init__(self, axis: Axis, device: torch.device, staging_nbytes: int, arena_nbytes: int, divisor: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.axis = axis
+        self._divisor = divisor  # of sums of gradients
         self._staging_nbytes = _aligned(staging_nbytes)
         self._arena_nbytes = _aligned(arena_nbytes)
         self._arena_start = 2 * self._staging_nbytes
@@ -135,7 +136,7 @@ class PeerCopies:
             for target, source in pull.copies:
                 target.copy_(source)
         for piece, pull in zip(pieces, pulls, strict=True):
-            mean_into(piece.out, pull.own, pull.parts, self.axis.size, add=piece.add)
+            add_parts(piece.out, pull.own, pull.parts, self._divisor, add=piece.add)
         self._handle.barrier(channel=_REDUCE)
         self._lent = 0
 
@@ -176,7 +177,7 @@ class PeerCopies:
 
 
 class Reduction:
-    """One lane's part in a reduction: the mean over ranks of its part of `whole` is put in, or added to, `out`."""
+    """One lane's part in a reduction: this rank's part of `whole`, reduced, is put in, or added to, `out`."""
 
     __slots__ = ("add", "out", "whole")
 
@@ -186,29 +187,28 @@ class Reduction:
         self.add = add
 
 
-def mean_into(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, size: int, *, add: bool) -> None:
-    """Set `out` (n,) to the mean of `own` (n,) and the `size` - 1 parts in `pulled`, summed in fp32; or add it."""
-    from ourshard.runtime.peer_kernels import mean_into as kernel
+def add_parts(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, divisor: int, *, add: bool) -> None:
+    """Set `out` (n,) to the sum in fp32 of `own` (n,) and the parts in `pulled`, divided; or add it."""
+    from ourshard.runtime.peer_kernels import add_parts as kernel
 
-    kernel(out, own, pulled, size, add=add)
+    kernel(out, own, pulled, divisor, add=add)
 
 
-def make_peer_copies(
-    control: Control, mesh: Mesh, units: list[Unit], ledger: Ledger | None, wanted: Transport
-) -> PeerCopies | str:
+def make_peer_copies(engine: Engine) -> PeerCopies | str:
     """Return peer copies sized for all units but the root, or why there are none. Collective.
 
     Needs CUDA, one host, and GPUs that reach each other's memory. With `Transport.PEER` a machine that can't
     raises `ValueError`.
     """
-    axis, device = mesh.shard, mesh.device
+    axis, device, control = engine.mesh.shard, engine.mesh.device, engine.control
+    wanted = engine.config.communication.transport
     if axis.size == 1:
         return "one rank has a whole copy"
     if device.type != "cuda":
         return "there is no GPU"
     if wanted is Transport.NCCL:
         return "as communication.transport says"
-    staging, arena = _sizes(units)
+    staging, arena = _sizes(engine.units)
     peer, why = None, _why_not(axis, device, arena)
     reasons = control.gather_objects(why, "looking for peer GPUs")
     problems = [str(reason) for reason in reasons if reason]
@@ -216,7 +216,7 @@ def make_peer_copies(
         problems.append("the ranks are on several hosts")
     if not problems:
         try:
-            peer = PeerCopies(axis, device, staging, arena)
+            peer = PeerCopies(axis, device, staging, arena, engine.reducer.divisor(axis))
         except Exception as problem:
             problems.append(f"shared buffers failed ({type(problem).__name__}: {problem})")
         failed = control.gather_objects(problems, "making buffers that peers can map")
@@ -226,8 +226,8 @@ def make_peer_copies(
             raise ValueError(f"communication.transport: peer copies can't work here: {problems[0]}.")
         return problems[0]
     assert peer is not None
-    if ledger is not None:
-        ledger.hold(Kind.REDUCE, peer.nbytes)
+    if engine.ledger is not None:
+        engine.ledger.hold(Kind.REDUCE, peer.nbytes)
     return peer
 
 

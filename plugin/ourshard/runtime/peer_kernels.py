@@ -10,7 +10,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _mean_kernel(out, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def _add_parts(out, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     total = tl.load(own + place, mask=inside, other=0.0).to(tl.float32)
@@ -22,8 +22,8 @@ def _mean_kernel(out, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: tl.co
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
 
 
-def mean_into(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, size: int, *, add: bool) -> None:
-    """Set `out` (n,) to the mean of `own` (n,) and the `size` - 1 parts in `pulled`, summed in fp32; or add it."""
+def add_parts(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, divisor: int, *, add: bool) -> None:
+    """Set `out` (n,) to the sum in fp32 of `own` (n,) and the parts in `pulled`, divided; or add it."""
     numel = own.numel()
     grid = (triton.cdiv(numel, _BLOCK),)
-    _mean_kernel[grid](out, own, pulled, numel, 1.0 / size, PARTS=size - 1, ADD=add, BLOCK=_BLOCK)
+    _add_parts[grid](out, own, pulled, numel, 1.0 / divisor, PARTS=pulled.numel() // numel, ADD=add, BLOCK=_BLOCK)

@@ -123,6 +123,7 @@ def _without_shards(engine: Engine) -> Iterator[tuple[str, str]]:
         yield "stage", f"one rank has a whole copy of the model (by shard_size, or since it is alone), so {then}"
     if engine.mesh.world.size == 1:
         yield "timeout", "one rank waits for no other"
+        yield "communication.reduce_op", "one rank has no gradients to add to its own"
     if engine.mesh.replicate.size == 1:
         yield "shard_optimizer_over", "there is one replica"
     elif engine.config.stage == 0:
