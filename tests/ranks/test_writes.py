@@ -128,3 +128,55 @@ def save_by_hand(stage: int, folder: Path) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_state_dict_saved_by_hand_is_whole_or_refused(ranks, tmp_path, stage):
     ranks(2)(save_by_hand, stage, tmp_path)
+
+
+class TiedToys(nn.Module):
+    """Two names of one weight, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.toy = toy()
+        self.again = nn.Linear(*reversed(self.toy.first.weight.shape), bias=False)
+        self.again.weight = self.toy.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.toy(x) + self.again(x).sum()
+
+
+def save_by_libraries(stage: int, folder: Path) -> None:
+    """Save state dicts of whole parameters by what takes one storage for one tensor; write and keep them too."""
+    import ourshard
+    from accelerate.utils import save
+    from safetensors.torch import load_file, load_model, save_model
+
+    plain = TiedToys()
+    model = ourshard.shard_model(TiedToys(), {"stage": stage, "persist_below": 20})
+    one, two = (str(folder / f"{dist.get_rank()}.{number}.safetensors") for number in (1, 2))
+    with ourshard.gathered(model):
+        save(model.state_dict(), one, safe_serialization=True)
+        save(model.toy.state_dict(), two, safe_serialization=True)
+        kept = model.state_dict()
+        torch.save(kept["toy.first.weight"], one + ".bin")
+    wanted = {name: value for name, value in plain.state_dict().items() if name != "again.weight"}
+    torch.testing.assert_close(load_file(one), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(load_file(two), plain.toy.state_dict(), rtol=0, atol=0)
+    assert Path(one + ".bin").stat().st_size < kept["toy.first.weight"].nbytes + 2000
+    with ourshard.gathered(model, writeback=True):
+        save_model(model, one)
+        tied = model.state_dict()
+        tied["again.weight"].mul_(2)
+        assert tied["again.weight"].untyped_storage()._cdata == tied["toy.first.weight"].untyped_storage()._cdata
+    loaded = TiedToys()
+    load_model(loaded, one)
+    torch.testing.assert_close(loaded.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    twice = ourshard.full_state_dict(model)["toy.first.weight"]
+    assert torch.equal(twice, 2 * wanted["toy.first.weight"])
+    square_loss(model, part(joined(0))).backward()
+    if stage:  # as it was in the block, whatever has become of the memory of the unit
+        assert torch.equal(kept["toy.first.weight"], wanted["toy.first.weight"] * (2 if stage < 3 else 1))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_state_dict_of_whole_parameters_shares_memory_by_ties_alone(ranks, tmp_path, stage):
+    """A12."""
+    ranks(2)(save_by_libraries, stage, tmp_path)

@@ -10,6 +10,7 @@ from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.graphs import GraphedForward
 from ourshard.runtime.hooks import DoorHooks, RootHooks, UnitHooks
 from ourshard.runtime.lane import Lane
+from ourshard.runtime.lent import lend_storages
 from ourshard.runtime.unit import Unit
 
 
@@ -28,6 +29,7 @@ def attach(engine: Engine, model: nn.Module) -> None:
                 for leaf in lane.leaves:
                     engine.own_hooks.add(leaf.register_post_accumulate_grad_hook(unit.on_leaf_gradient).id)
     _open_doors(engine, model)
+    lend_storages(engine)
     ENGINES.add(engine)
     weakref.finalize(engine, engine.streams.join).atexit = False  # gathers after a last step fill what is given back
 
