@@ -185,10 +185,14 @@ def save_on_rank_0(folder: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.arange(12)).float().square().mean())
     optimizer.step()
+    alone = {}
     if dist.get_rank() == 0:
         accelerator.save_model(model, folder)
+        alone = accelerator.get_state_dict(model)
     accelerator.wait_for_everyone()
-    return accelerator.get_state_dict(model)
+    together = accelerator.get_state_dict(model)
+    assert all(torch.equal(value, together[name]) for name, value in alone.items())
+    return together
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -199,3 +203,33 @@ def test_rank_0_alone_saves_a_model_that_it_has_whole(ranks: Any, tmp_path: Path
     assert expected.keys() - saved.keys() == {"head.weight"}
     assert all(torch.equal(value, expected[name]) for name, value in saved.items())
     assert saved["body.weight"].dtype == dtype
+
+
+def save_parts(config: dict[str, Any], folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Save a module of a model that was prepared, and a module around one; return what is gathered of each."""
+    from torch import nn
+
+    accelerator, model = tied(config)
+    around = nn.ModuleDict({"inner": model, "other": nn.Linear(3, 2)})
+    found = {}
+    for name, part in (("body", model.body), ("around", around)):
+        found[name] = accelerator.get_state_dict(part)
+        accelerator.save_model(part, f"{folder}/{name}")
+    accelerator.wait_for_everyone()
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_part_of_a_model_and_a_module_around_one_are_saved_whole(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """CASES A01, A12: at stage 0 the file of a part had one tensor."""
+    torch.manual_seed(3)
+    whole = Tied()
+    for found in ranks(2)(save_parts, {**WHOLE, "stage": stage}, str(tmp_path)):
+        assert found["body"].keys() == whole.body.state_dict().keys()
+        for name, value in whole.state_dict().items():
+            assert torch.equal(found["around"][f"inner.{name}"], value)
+    saved = {name: load_file(tmp_path / name / "model.safetensors") for name in found}
+    assert saved["body"].keys() == found["body"].keys()
+    assert found["around"].keys() - saved["around"].keys() == {"inner.head.weight"}
+    for name, tensors in saved.items():
+        assert all(torch.equal(value, found[name][key]) for key, value in tensors.items())

@@ -44,6 +44,7 @@ from ourshard.integrations.retention import OPTIMIZER_FILE
 from ourshard.runtime import api
 from ourshard.runtime.graphs import let_go_of_graphs
 from ourshard.runtime.on_host import showing
+from ourshard.runtime.part import engines_in, is_here, part_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _Base
@@ -73,21 +74,22 @@ class SavingMixin(_Base):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return whole parameters and buffers on the CPU, on every rank, as under DDP. Collective.
 
-        Tied names share one tensor. The dtype is the one the model was loaded in, or `checkpoint.save_dtype`.
+        Tied names share one tensor. The dtype is the one the model was loaded in, or `checkpoint.save_dtype`. `model`
+        may be a part of one that was prepared, or hold such models. A rank that has all of it whole may call it alone.
         """
-        engine = models.engine_of(model)
-        if engine is None:
+        found = models.inner(model)
+        if not engines_in(found):
             return super().get_state_dict(model, unwrap)
         if self._outlines is not None:
             return dict(self._outlines)
-        name = engine.config.checkpoint.save_dtype
         only_rank0 = self._for_files and not self.project_configuration.save_on_each_node
-        if self._sharded_states is not None and len(self._save_model_state_pre_hook) == 1:
+        by_rows = self._sharded_states if api.engine_of(found) is not None else None
+        if by_rows is not None and len(self._save_model_state_pre_hook) == 1:
             state: dict[str, Any] = {}  # no hook but ours is there to look at it
         else:
-            state = api.full_state_dict(model, dtype=getattr(torch, name) if name else None, rank0_only=only_rank0)
-        if self._sharded_states is not None:
-            self._sharded_states.append(state)
+            state = _whole_state(found, keep=not only_rank0 or self.is_main_process)
+        if by_rows is not None:
+            by_rows.append(state)
         return state
 
     @property
@@ -117,18 +119,17 @@ class SavingMixin(_Base):
         self, model: torch.nn.Module, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> None:
         """Write the whole model as accelerate does; call it on all ranks. Each writes its own rows where it can."""
-        engine = models.engine_of(model)
-        if engine is not None:
+        sharded = bool(engines_in(models.inner(model)))
+        if sharded:
             planned_files.refuse_objects(model)
             save_directory = os.path.expanduser(save_directory)
         safe = kwargs.get("safe_serialization", args[1] if len(args) > 1 else True)
-        if engine is not None and safe and not self.project_configuration.save_on_each_node:
+        if sharded and safe and not self.project_configuration.save_on_each_node:
 
             def make_plan(outlines: Outlines) -> Planned | None:
                 return self._plan_model(outlines, model, save_directory, args, kwargs)
 
-            name = engine.config.checkpoint.save_dtype
-            dtype = getattr(torch, name) if name else None
+            dtype = pretrained.save_dtype(models.inner(model))
             if planned_files.write(model, make_plan, writes=self.is_main_process, dtype=dtype, label="save_model"):
                 return
         with self._gathering_for_files():
@@ -398,6 +399,14 @@ def log_skipped(who: str, newest: commit.Newest) -> str | None:
     for skipped in newest.skipped:
         logger.warning("%s: skipped %s", who, skipped)
     return None if newest.path is None else str(newest.path)
+
+
+def _whole_state(model: torch.nn.Module, *, keep: bool) -> dict[str, Any]:
+    dtype = pretrained.save_dtype(model)
+    engine = api.engine_of(model)
+    if engine is None or is_here(model, dtype):
+        return part_state(model, "get_state_dict", dtype=dtype, keep=keep)
+    return api.full_state_dict(model, dtype=dtype, rank0_only=not keep)
 
 
 def _optimizer_file(folder: str | os.PathLike[str], number: int) -> Path:
