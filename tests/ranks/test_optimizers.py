@@ -293,3 +293,36 @@ def test_a_step_inside_of_a_backward_is_refused_on_every_rank(ranks, config):
     """The hook gets the user's parameter, with this rank's gradient; ranks would step by gradients that differ."""
     for message in ranks(2)(step_in_backward, config):
         assert "inside of a backward" in message
+
+
+def state_dicts(config: dict[str, Any]) -> dict[str, str]:
+    """Load state dicts of the same rank, of the other one, and of a plain optimizer; return what was refused."""
+    import torch.distributed as dist
+
+    both = pair(config, toy, adamw)
+    both.train(2)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, both.optimizer.state_dict())
+    mine, theirs = everyone[dist.get_rank()], everyone[1 - dist.get_rank()]
+    both.optimizer.load_state_dict(mine)
+    both.train(2, first=2)
+    both.assert_same(2e-6)
+    refused = {}
+    for name, state in (("theirs", theirs), ("plain", both.plain_optimizer.state_dict())):
+        try:
+            both.optimizer.load_state_dict(state)
+        except ValueError as error:
+            refused[name] = str(error)
+    return refused
+
+
+@EVERY
+def test_a_state_dict_of_an_optimizer_loads_over_the_rows_that_it_is_of(ranks, config):
+    """A02: the file of rank 0 on all ranks gave the others its moments."""
+    for rank, refused in enumerate(ranks(2)(state_dicts, config)):
+        whole = config["stage"] == 0
+        assert set(refused) == (set() if whole else {"theirs", "plain"})
+        if not whole:
+            assert f"the rows of rank {1 - rank}, and rank {rank} steps other rows" in refused["theirs"]
+            assert "of whole parameters" in refused["plain"]
+            assert all("save_state" in text for text in refused.values())

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ourshard.runtime import own_rows
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import USE_OUR_SCALER, ShardParameter
@@ -256,7 +257,9 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.register_state_dict_pre_hook(_await_steps)
+    optimizer.register_state_dict_post_hook(lambda which, state: own_rows.mark(state, _runs_of(which)))
     optimizer.register_load_state_dict_pre_hook(_await_steps)
+    optimizer.register_load_state_dict_pre_hook(lambda which, state: own_rows.check(which, state, _runs_of(which)))
 
 
 def _await_steps(optimizer: Optimizer, *_: Any) -> None:
