@@ -233,3 +233,30 @@ def test_a_part_of_a_model_and_a_module_around_one_are_saved_whole(ranks: Any, t
     assert found["around"].keys() - saved["around"].keys() == {"inner.head.weight"}
     for name, tensors in saved.items():
         assert all(torch.equal(value, found[name][key]) for key, value in tensors.items())
+
+
+def save_ties(config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    """Save a whole state dict by hand, and a whole checkpoint, both with safetensors; load the latter."""
+    from ourshard import full_state_dict
+
+    accelerator, model = tied({**config, "checkpoint": {"format": "full"}})
+    for name, state in (("by hand", accelerator.get_state_dict(model)), ("ours", full_state_dict(model))):
+        accelerator.save(state, f"{folder}/{name}.safetensors", safe_serialization=True)
+    accelerator.save_state(f"{folder}/checkpoint")
+    with torch.no_grad():
+        model.embed.weight.zero_()
+    accelerator.load_state(f"{folder}/checkpoint")
+    return accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ties_are_in_a_file_once_as_those_of_a_plain_model(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """CASES A12: accelerate's own save knows a state dict by its class, and safetensors refuses ties in any other."""
+    torch.manual_seed(3)
+    whole = Tied().state_dict()
+    for found in ranks(2)(save_ties, {**WHOLE, "stage": stage}, str(tmp_path)):
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
+    for name in ("by hand", "ours", "checkpoint/model"):
+        saved = load_file(tmp_path / f"{name}.safetensors")
+        assert whole.keys() - saved.keys() == {"head.weight"}
+        assert all(torch.equal(value, whole[key]) for key, value in saved.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -69,13 +70,14 @@ def part_state(
             found = _present(lane, position) if flat is None else lane.whole_view(flat, position)
             own = lane.parameters[position].dtype
             whole[_Home(lane, position)] = found.detach().to("cpu", dtype=save_dtype(own, dtype), copy=True)
+    state: OrderedDict[str, Any] = OrderedDict()  # as torch's
     if not keep:
-        return {}
-    tensors = {
-        name: whole[homes[id(v)]] if id(v) in homes else v.detach().to("cpu", _dtype_of(v, homes, dtype), copy=True)
-        for name, v in entries
-    }
-    return tensors | {name: value for name, value in extra_states(module).items() if names is None or name in names}
+        return state
+    for name, v in entries:
+        own = whole.get(homes[id(v)]) if id(v) in homes else None
+        state[name] = v.detach().to("cpu", _dtype_of(v, homes, dtype), copy=True) if own is None else own
+    state.update((name, value) for name, value in extra_states(module).items() if names is None or name in names)
+    return state
 
 
 def outline(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -155,9 +156,9 @@ def full_state_dict(
     for names, tensor in iter_full(engine, dtype=dtype, trainable_only=trainable_only, wanted=keep):
         for name in names:
             found[name] = tensor
+    order: OrderedDict[str, Any] = OrderedDict()  # by which accelerate knows a state dict, and writes ties once
     if not keep:
-        return {}
-    order: dict[str, Any] = {}
+        return order
     for name, value in persistent(model):
         if name in found:
             order[name] = found[name]
