@@ -74,8 +74,8 @@ def part_state(
     if not keep:
         return state
     for name, v in entries:
-        own = whole.get(homes[id(v)]) if id(v) in homes else None
-        state[name] = v.detach().to("cpu", _dtype_of(v, homes, dtype), copy=True) if own is None else own
+        found = whole[homes[id(v)]] if id(v) in homes else v.detach().to("cpu", _dtype_of(v, homes, dtype), copy=True)
+        state[name] = found
     state.update((name, value) for name, value in extra_states(module).items() if names is None or name in names)
     return state
 
