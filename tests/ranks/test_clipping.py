@@ -195,6 +195,41 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked(ranks):
     assert all(len(messages) == 1 for messages in ranks(2)(not_finite))
 
 
+def after_a_norm_of_nan(config: dict[str, Any]) -> None:
+    from ourshard import clip_grad_norm_
+
+    for zero in ("optimizer", "model", "parameters"):
+        both = pair(config)
+        for number, scale in enumerate((1.0, math.nan, 1.0, 1.0)):
+            both.backward(joined(number), scale=scale)
+            wanted = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.05)
+            torch.testing.assert_close(clip_grad_norm_(both.sharded, 0.05), wanted, equal_nan=True)
+            if not math.isnan(scale):
+                both.step()
+            if zero == "optimizer":
+                both.zero_grad(set_to_none=False)
+                continue
+            for model in (both.plain, both.sharded):
+                if zero == "model":
+                    model.zero_grad(set_to_none=False)
+                else:
+                    for parameter in model.parameters():
+                        parameter.grad.zero_()
+        both.assert_same()
+
+
+ZEROED = {
+    **CONFIGS,
+    "on the host": {"stage": 3, "persist_below": 0, "offload": {"optimizer": "cpu"}},
+    "over all": {"stage": 3, "persist_below": 0, "shard_size": 1, "shard_optimizer_over": "all"},
+}
+
+
+@pytest.mark.parametrize("config", ZEROED.values(), ids=ZEROED.keys())
+def test_a_norm_of_nan_is_gone_once_gradients_are_zeroed(ranks, config):
+    ranks(2)(after_a_norm_of_nan, config)
+
+
 def in_double() -> tuple[str, float]:
     from ourshard import clip_grad_norm_, shard_model
 

@@ -251,6 +251,17 @@ def test_validate_names_the_broken_law(tensors: tuple[LaneTensor, ...], shard_nu
         LaneLayout("k", tensors, shard_numel, 2).validate(16)
 
 
+def test_spans_of_tensors_are_the_whole_shard_and_hold_their_rows() -> None:
+    layout = LaneLayout("key", (LaneTensor(0, 2, 6, 3), LaneTensor(1, 8, 4, 2), LaneTensor(2, 14, 1, 1)), 5, 5)
+    for rank in range(layout.world):
+        spans = [layout.span_on(position, rank) for position in range(3)]
+        assert [i for span in spans for i in range(span.start, span.stop)] == list(range(5))
+        for position, span in enumerate(spans):
+            rows = layout.rows_on(position, rank)
+            numel = rows.numel(layout.tensors[position].granule)
+            assert not rows.rows or span.start <= rows.offset <= rows.offset + numel <= span.stop
+
+
 def test_rows_on_a_rank_that_holds_none_are_empty() -> None:
     lane = LaneLayout("k", (LaneTensor(0, 0, 32, 4),), 32, 2)
     assert lane.rows_on(0, 0) == RowRange(0, 8, 0)

@@ -90,11 +90,9 @@ class WaitingSum:
         return buffer.to(self._lane.device, non_blocking=True)
 
     def zero(self, position: int) -> None:
-        """Set what there is of one parameter to zero."""
+        """Set what there is of one parameter to zero, and the padding beside it."""
         if self.holds and self._buffer is not None:
-            rows = self._joined.rows_on(position, self._lane.axis.rank)
-            granule = self._joined.tensors[position].granule
-            self._buffer[rows.offset : rows.offset + rows.numel(granule)].zero_()
+            self._buffer[self._joined.span_on(position, self._lane.axis.rank)].zero_()
 
     def forget(self) -> None:
         """Hold no sum. Memory of the device is given back."""

@@ -456,10 +456,10 @@ class Lane(DirectGradients):
             self.in_pieces = False
 
     def zero_gradient(self, position: int) -> None:
-        """Set the gradient of one parameter to zero, as `p.grad.zero_()` does."""
+        """Set the gradient of one parameter to zero, and padding beside it, which has the NaN that was clipped by."""
         self._refuse_spent(position)
         if self.gradient is not None:
-            self.rows_view(self.gradient, position).zero_()
+            self.gradient[self.span(position)].zero_()
         if self.arriving is not None:
             self.whole_view(self.arriving, position).zero_()
         if self.waiting is not None:

@@ -260,6 +260,12 @@ class LaneStore:
             return RowRange(0, tensor.rows, tensor.offset)
         return self.layout.rows_on(position, self.part)
 
+    def span(self, position: int) -> slice:
+        """Return where a flat buffer of master layout has a parameter's rows and the padding beside them."""
+        if self.placement.master is At.WHOLE:
+            return self.layout.joined(self.layout.world).span_on(position, 0)
+        return self.layout.span_on(position, self.part)
+
     def rows_view(self, buffer: torch.Tensor, position: int) -> torch.Tensor:
         """Return this rank's rows of one parameter in a flat buffer of master layout; shape (rows, ...).
 

@@ -150,6 +150,17 @@ class LaneLayout:
             offset=start - shard_start,
         )
 
+    def span_on(self, position: int, rank: int) -> slice:
+        """Return where `rank`'s shard has `tensors[position]` and the padding before it; after the last one, too.
+
+        The spans of all tensors are the whole shard.
+        """
+        start = self.tensors[position - 1].stop if position else 0
+        stop = self.tensors[position].stop if position + 1 < len(self.tensors) else self.numel
+        shard_start = rank * self.shard_numel
+        first = min(max(start - shard_start, 0), self.shard_numel)
+        return slice(first, min(max(stop - shard_start, first), self.shard_numel))
+
     def ranks_of(self, position: int) -> range:
         """Return the ranks that hold rows of `tensors[position]`; none for an empty tensor."""
         tensor = self.tensors[position]
