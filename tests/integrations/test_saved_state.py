@@ -208,3 +208,42 @@ def save_with_a_stranger(root: str) -> str:
 def test_state_of_a_parameter_of_no_model_is_not_left_out_without_a_word(ranks: Any, tmp_path: Path) -> None:
     (told,) = ranks(1)(save_with_a_stranger, str(tmp_path))
     assert "the Adam steps parameters of no model that was prepared: (1,) in group 0" in told
+
+
+def from_one_dtype_of_masters_to_another(root: str, kind: str, sharded: bool) -> tuple[list[float], list[float]]:
+    """Return the losses after a save with masters in float32, and after it was loaded into masters in float64."""
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin
+
+    def made(dtype: str) -> Any:
+        config = {"stage": 3, "persist_below": 0, "precision": {"master_dtype": dtype}, **({} if sharded else FULL)}
+        accelerator = Accelerator(ourshard_plugin=ShardPlugin(config))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        more = {"eps": (1e-9, 1e-3)} if kind == "Adafactor" else {}  # its own depends on the dtype
+        return accelerator, *accelerator.prepare(model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **more))
+
+    def train(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for _ in range(2):
+            losses.append(model(torch.ones(2, 5)).square().sum())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    accelerator, model, optimizer = made("float32")
+    train(model, optimizer)
+    accelerator.save_state(root)
+    after = train(model, optimizer)
+    accelerator.free_memory()
+    accelerator, model, optimizer = made("float64")
+    accelerator.load_state(root)
+    return after, train(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adamax", "Adafactor"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "by rows"])
+def test_state_follows_masters_into_another_dtype(ranks: Any, tmp_path: Path, kind: str, sharded: bool) -> None:
+    for wanted, found in ranks(2)(from_one_dtype_of_masters_to_another, str(tmp_path), kind, sharded):
+        assert found == pytest.approx(wanted, abs=1e-5)

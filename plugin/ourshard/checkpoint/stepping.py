@@ -147,6 +147,10 @@ class SavedState:
         """Return the state tensors of a parameter of the model, which may be new."""
         return self.infos.get(self.names.get(name, ""), {})
 
+    def master_dtype(self, portion: Portion) -> torch.dtype:
+        """Return the dtype in which the checkpoint has what a portion is of."""
+        return self.source.tensors[TensorKey(PARAM, self.names[portion.name])].dtype
+
     def rest(self, name: str) -> Mapping[str, Any]:
         """Return the state of a parameter that is no tensor."""
         return self.source.description.param_state.get(self.names.get(name, ""), {})
@@ -295,10 +299,12 @@ def _state_of(
     first = parts[0]
     if first.owner is False:
         return {}
-    state: State = {
-        key: value.to(stepped.device, copy=True) if isinstance(value, torch.Tensor) else value
-        for key, value in saved.rest(first.name).items()
-    }
+    state: State = {}
+    for key, value in saved.rest(first.name).items():
+        state[key] = value
+        if isinstance(value, torch.Tensor):
+            dtype = following(value.dtype, saved.master_dtype(first), stepped) if value.dim() else value.dtype
+            state[key] = value.to(stepped.device, dtype, copy=True)
     for key, info in saved.tensors(first.name).items():
         if is_elementwise(info, first):
             whole = bool(first.owner or (first.resting and owners))
@@ -312,13 +318,20 @@ def _state_of(
     return state
 
 
+def following(dtype: torch.dtype, was: torch.dtype | None, stepped: torch.Tensor) -> torch.dtype:
+    """Return the dtype for state of `dtype`, of a parameter that was stepped in `was` and now as `stepped`.
+
+    State in the dtype of the masters follows it; where `was` is not known all does, as torch loads it.
+    """
+    follows = dtype.is_floating_point and stepped.is_floating_point() and was in (None, dtype)
+    return stepped.dtype if follows else dtype
+
+
 def _elements(
     key: str, stepped: torch.Tensor, parts: Sequence[Portion], saved: SavedState, *, whole: bool
 ) -> torch.Tensor:
     infos = [saved.tensors(part.name)[key] for part in parts]
-    master = saved.source.tensors[TensorKey(PARAM, saved.names[parts[0].name])]
-    follows = infos[0].dtype == master.dtype and stepped.is_floating_point()
-    dtype = stepped.dtype if follows else infos[0].dtype
+    dtype = following(infos[0].dtype, saved.master_dtype(parts[0]), stepped)
     if whole:
         return saved.source.read(infos[0].key).to(stepped.device, dtype, copy=True)
     own = torch.zeros(parts[0].state_shape, dtype=dtype, device=stepped.device)

@@ -5,7 +5,8 @@ Shape of what is saved: `{"state": {"0/name": {"exp_avg": whole tensor, "step": 
 parameter whole (Note [Owners] in runtime/owners.py), its state is sent by that rank as it is, of whatever shape.
 Tensors of classes that stand for others are saved as those (checkpoint/tensor_classes.py), and made again. What only
 this layout can read (Note [Local state] in checkpoint/local_state.py) is beside "state", under "local":
-`{"0/name of a run and of a rank's part": {"absmax": that rank's tensor, ...}}`.
+`{"0/name of a run and of a rank's part": {"absmax": that rank's tensor, ...}}`. "dtypes" has those that parameters were
+stepped in: state in the same one goes into that of the masters it is loaded for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from ourshard.checkpoint.coding import begin_anew
 from ourshard.checkpoint.local_state import all_keep_local, split_local
-from ourshard.checkpoint.stepping import other_kinds
+from ourshard.checkpoint.stepping import following, other_kinds
 from ourshard.checkpoint.tensor_classes import CLASS, check_classes, flattened, rebuilt
 from ourshard.integrations import whole_local
 from ourshard.runtime.engine import Engine
@@ -32,6 +33,7 @@ from ourshard.runtime.wording import shorten
 State = dict[str, Any]
 
 LOCAL = "local"
+DTYPES = "dtypes"
 
 
 class _Piece(NamedTuple):
@@ -86,14 +88,16 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
     (local,) = all_keep_local(engines, [optimizer], "saving the optimizer whole")
     _refuse_unsaved(optimizer, pieces, engines)
     mine = {piece.key: _scalars(optimizer, piece, local=local) for piece in pieces if _state(optimizer, piece)}
-    told = _exchange(engines, (mine, [(piece.key, piece.group) for piece in pieces]))
+    told = _exchange(engines, (mine, [(piece.key, piece.group, _stepped(piece).dtype) for piece in pieces]))
     state: dict[str, State] = {}
+    dtypes: dict[str, torch.dtype] = {}
     groups: list[dict[str, None]] = [{} for _ in optimizer.param_groups]
     for scalars, keys in told:
         for key, values in scalars.items():
             state.setdefault(key, dict(values))
-        for key, group in keys:
+        for key, group, dtype in keys:
             groups[group][key] = None
+            dtypes[key] = dtype
     for number, engine in enumerate(engines):
         for lane in engine.lanes():
             _gather_lane(optimizer, number, lane, [p for p in pieces if p.lane is lane], state, keep=keep)
@@ -103,7 +107,7 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
         return {"state": {}, "param_groups": []}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     param_groups = [{**s, "params": list(g)} for s, g in zip(settings, groups, strict=True)]
-    return {"state": state, "param_groups": param_groups, **beside}
+    return {"state": state, "param_groups": param_groups, DTYPES: dtypes, **beside}
 
 
 def _refuse_unsaved(optimizer: Optimizer, pieces: Sequence[_Piece], engines: Sequence[Engine]) -> None:
@@ -264,7 +268,8 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
                 continue
             group = optimizer.param_groups[pieces[0].group]
             on_device = bool(group.get("fused") or group.get("capturable"))
-            optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], on_device)
+            was = saved.get(DTYPES, {}).get(pieces[0].key)
+            optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], was, on_device)
             put_away(optimizer, _stepped(pieces[0]))
     whole_local.restore(optimizer, engines, local)
     for engine in engines:
@@ -349,23 +354,27 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 1
 
 
-def _cut(pieces: list[_Piece], whole: list[State], on_device: bool) -> State:
+def _cut(pieces: list[_Piece], whole: list[State], was: torch.dtype | None, on_device: bool) -> State:
     """Return this rank's state of one stepped tensor, from the whole state of its parameters.
 
-    `on_device`: the optimizer's kernels read its scalars (step counts) where the parameter is.
+    `was`: the dtype that they were stepped in, if it is known. `on_device`: the optimizer's kernels read its scalars
+    (step counts) where the parameter is.
     """
     state: State = {}
     stepped = _stepped(pieces[0])
     for key, value in whole[0].items():
         if _has_an_element_each(key, value, pieces[0]):
-            own = torch.zeros(pieces[0].state_shape, dtype=value.dtype, device=stepped.device)
+            dtype = following(value.dtype, was, stepped)
+            own = torch.zeros(pieces[0].state_shape, dtype=dtype, device=stepped.device)
             for states, piece in zip(whole, pieces, strict=True):
                 _rows_of(own, piece).copy_(_own_rows(states[key], piece))
             state[key] = own
         else:
             state[key] = value
             if isinstance(value, torch.Tensor) and not str(key).endswith(CLASS):
-                state[key] = value.to(stepped.device if on_device or value.dim() else value.device, copy=True)
+                plain = value.dim() and f"{key.rpartition('.')[0]}{CLASS}" not in whole[0]
+                dtype = following(value.dtype, was, stepped) if plain else value.dtype
+                state[key] = value.to(stepped.device if on_device or value.dim() else value.device, dtype, copy=True)
     return rebuilt(state)
 
 
