@@ -44,6 +44,7 @@ ADAPTER_ALONE = "the adapter alone: weights of the base model are not in this ch
 EXTRA_PREFIX = "extra."  # kinds beside the optimizer's state, such as "extra.ema"; formats of others hold none
 LOCAL_PREFIX = "extra.local."  # state of the optimizer that one layout can read: Note [Local state] in local_state.py
 OURS = "ourshard"  # the only key of a Trainer's `optimizer.pt` with such state: no torch optimizer takes it by mistake
+MASTERS = "ourshard_masters"  # in a file of an optimizer, of weights that are saved in fewer bits
 
 
 class CheckpointError(ValueError):

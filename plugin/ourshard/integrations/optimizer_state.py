@@ -6,7 +6,8 @@ parameter whole (Note [Owners] in runtime/owners.py), its state is sent by that 
 Tensors of classes that stand for others are saved as those (checkpoint/tensor_classes.py), and made again. What only
 this layout can read (Note [Local state] in checkpoint/local_state.py) is beside "state", under "local":
 `{"0/name of a run and of a rank's part": {"absmax": that rank's tensor, ...}}`. "dtypes" has those that parameters were
-stepped in: state in the same one goes into that of the masters it is loaded for.
+stepped in: state in the same one goes into that of the masters it is loaded for. Masters that the file of the weights
+rounds are there too: `whole_masters.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from torch.optim import Optimizer
 
 from ourshard.checkpoint.coding import begin_anew
 from ourshard.checkpoint.local_state import all_keep_local, split_local
+from ourshard.checkpoint.source import MASTERS
 from ourshard.checkpoint.stepping import following, other_kinds
 from ourshard.checkpoint.tensor_classes import CLASS, check_classes, flattened, rebuilt
-from ourshard.integrations import whole_local
+from ourshard.integrations import whole_local, whole_masters
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.optim import has_owners, put_away
@@ -98,11 +100,17 @@ def gather(optimizer: Optimizer, engines: Sequence[Engine], keep: bool = True) -
         for key, group, dtype in keys:
             groups[group][key] = None
             dtypes[key] = dtype
+    masters: dict[str, torch.Tensor] = {}
+    stepped = {key for group in groups for key in group}
     for number, engine in enumerate(engines):
         for lane in engine.lanes():
             _gather_lane(optimizer, number, lane, [p for p in pieces if p.lane is lane], state, keep=keep)
+            positions = {_key(number, lane, position): position for position in range(len(lane.parameters))}
+            of_lane = {key: position for key, position in positions.items() if key in stepped}
+            masters |= whole_masters.gather(lane, of_lane, keep=keep)
     _gather_owned(optimizer, {piece.key: piece for piece in pieces if piece.owner is not None}, state, keep=keep)
-    beside = {LOCAL: whole_local.gather(optimizer, engines, keep=keep)} if local else {}
+    beside: dict[str, Any] = {LOCAL: whole_local.gather(optimizer, engines, keep=keep)} if local else {}
+    beside |= {MASTERS: masters} if masters else {}
     if not keep:
         return {"state": {}, "param_groups": []}
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -272,7 +280,9 @@ def restore(optimizer: Optimizer, engines: Sequence[Engine], saved: dict[str, An
             optimizer.state[_stepped(pieces[0])] = _cut(pieces, [state or {} for state in whole], was, on_device)
             put_away(optimizer, _stepped(pieces[0]))
     whole_local.restore(optimizer, engines, local)
-    for engine in engines:
+    for number, engine in enumerate(engines):
+        places = {_key(number, lane, at): (lane, at) for lane in engine.lanes() for at in range(len(lane.parameters))}
+        whole_masters.restore(engine, places, saved.get(MASTERS, {}))
         begin_anew(engine, "a whole checkpoint has none; checkpoint.format: sharded keeps them")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ourshard.checkpoint.source import OURS
+from ourshard.checkpoint.source import MASTERS, OURS
 from ourshard.integrations import optimizer_state
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.wording import counted
@@ -38,7 +38,9 @@ def to_plain(whole: dict[str, Any], model: nn.Module, engines: Sequence[Engine])
         numbers.update({key: len(numbers) + place for place, key in enumerate(keys)})
         names = [key.partition("/")[2] for key in keys]
         groups.append({**group, "params": [numbers[key] for key in keys], NAMES: names})
-    return {"state": {numbers[key]: _apart(state) for key, state in whole["state"].items()}, "param_groups": groups}
+    beside = {MASTERS: whole[MASTERS]} if MASTERS in whole else {}
+    state = {numbers[key]: _apart(values) for key, values in whole["state"].items()}
+    return {"state": state, "param_groups": groups, **beside}
 
 
 def _apart(state: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def from_plain(
         keys.update(zip(group["params"], names, strict=True))
         groups.append({**{k: v for k, v in group.items() if k != NAMES}, "params": names})
     state = {keys[number]: values for number, values in saved["state"].items()}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, **({MASTERS: saved[MASTERS]} if MASTERS in saved else {})}
 
 
 def _keys(model: nn.Module, engines: Sequence[Engine]) -> Iterator[str]:

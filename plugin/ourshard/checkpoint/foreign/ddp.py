@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 from ..huggingface import tie_by_config
 from ..numbered import Models, numbered, of_model
-from ..source import ADAPTER_ALONE, OURS, CheckpointError
+from ..source import ADAPTER_ALONE, MASTERS, OURS, CheckpointError
 from .adapters import with_adapter_name
+from .classes import PickledTensor
 from .draft import Draft, ForeignSource
 from .fsdp_files import optimizer_of
 from .integer_keys import Order, name_integer_keys
@@ -83,7 +84,9 @@ class DdpSource(ForeignSource):
             if weights.in_model_order and parameter_order is None:
                 known.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
             file = TorchFile(optimizer)
-            if _is_of_one_layout(file.load()):
+            content = file.load()
+            _add_masters(draft, file, content, model)
+            if _is_of_one_layout(content):
                 draft.losses.append("the optimizer's state: only the ranks and the layout that saved it can read it")
             else:
                 name_integer_keys(draft, optimizer_of(file), known)
@@ -94,6 +97,14 @@ class DdpSource(ForeignSource):
 def _is_of_one_layout(content: Any) -> bool:
     """Tell whether a Trainer under ourshard wrote it: Note [Local state] in local_state.py."""
     return isinstance(content, dict) and content.keys() == {OURS}
+
+
+def _add_masters(draft: Draft, file: TorchFile, content: Any, model: int) -> None:
+    """Read the masters that a Trainer under ourshard put beside the state, where the weights' file rounds them."""
+    for key, value in content.get(MASTERS, {}).items() if isinstance(content, dict) else ():
+        number, _, name = str(key).partition("/")
+        if number == str(model) and name in draft.model and isinstance(value, PickledTensor):
+            draft.masters[name] = file.stored(value)
 
 
 def _optimizer_path(folder: Path, model: int) -> Path | None:
