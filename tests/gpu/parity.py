@@ -85,6 +85,7 @@ def train_poisoned(
 ) -> list[float]:
     """Train on this rank's part of each batch, with slots poisoned; return the losses, means over ranks."""
     poison(engine)
+    share = engine.reducer.divisor(engine.mesh.world) / dist.get_world_size()  # of the mean, where gradients are added
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-6)
     losses = []
     for step in range(steps):
@@ -93,7 +94,7 @@ def train_poisoned(
             ids = batch(step * accumulate + index, device).chunk(dist.get_world_size())[dist.get_rank()]
             with contextlib.nullcontext() if index == accumulate - 1 else engine.no_sync():
                 loss = model(input_ids=ids, labels=ids).loss / accumulate
-                loss.backward()
+                (loss * share).backward()
             total += loss.detach().float()
         clip_grad_norm_(model, clip)
         optimizer.step()
@@ -207,6 +208,9 @@ def configurations(repeats: int) -> list[dict[str, Any]]:
     found += [{"stage": 3, "checkpoint": reentrant} for reentrant in (True, False)]
     found += [{"stage": stage, "communication": {"transport": "nccl"}} for stage in (1, 3)]
     found += [{"stage": stage, "small_arena": True} for stage in (1, 2, 3)]
+    sums = {"reduce_op": "sum"}
+    found += [{"stage": stage, "communication": sums} for stage in (1, 3)]
+    found += [{"stage": 3, "communication": {**sums, "transport": "nccl"}}]
     host = {"optimizer": "cpu"}
     found += [{"stage": stage, "offload": host} for stage in (1, 2, 3)]
     found += [
