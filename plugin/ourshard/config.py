@@ -199,11 +199,14 @@ class OffloadConfig:
     optimizer_ratio: float = 1.0  # part of the optimizer elements that leave the device
     nvme_path: str | None = None
     pin_memory: bool = True
+    max_pinned: int | None = None  # bytes that a rank pins; what would go beyond them is pageable
     windows: int = 3  # of host memory, through which lanes on a disk pass: for masters, and again for parameters
     overlap_step: bool = False  # the step on the host may go on while the next forward begins
 
     def __post_init__(self) -> None:
         settle(self, "offload.")
+        if self.max_pinned is not None:
+            _at_least(self.max_pinned, 0, "offload.max_pinned")
         if not 2 <= self.windows <= 64:
             raise ValueError(f"offload.windows: {self.windows!r} is not between 2 (read one, use one) and 64.")
         if self.overlap_step and self.optimizer is not Tier.CPU:
@@ -219,6 +222,12 @@ class OffloadConfig:
         if Tier.NVME in self.tiers and not self.nvme_path:
             keys = [key for key in ("optimizer", "params") if getattr(self, key) is Tier.NVME]
             raise ValueError(f"offload.{keys[0]}: nvme needs offload.nvme_path, a folder on a local disk.")
+
+    def pinned_of(self, nbytes: int) -> int:
+        """Return the most bytes that are pinned, of `nbytes` on the host that travel to the device."""
+        if not self.pin_memory:
+            return 0
+        return nbytes if self.max_pinned is None else min(nbytes, self.max_pinned)
 
     @property
     def tiers(self) -> tuple[Tier, Tier]:

@@ -54,6 +54,7 @@ CHANGED: dict[str, Any] = {
     "offload.optimizer_ratio": 0.5,
     "offload.nvme_path": "/tmp",
     "offload.pin_memory": False,
+    "offload.max_pinned": 1000,
     "offload.windows": 2,
     "offload.overlap_step": True,
     "communication.weights": "int8",

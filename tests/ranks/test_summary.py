@@ -34,7 +34,32 @@ def test_the_summary_says_stage_mesh_units_dtypes_tiers_and_memory(ranks: Any) -
     ):
         assert words in text
     assert without_effect == {}
-    assert "\n" not in text
+    assert text.splitlines()[1:] == ["ourshard: elements of units: blocks.0 2,077, blocks.1 4,489, the root unit 474"]
+
+
+def warned(config: dict[str, Any]) -> list[str]:
+    import logging
+
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ourshard").addHandler(handler)
+    try:
+        shard_model(tiny(), config)
+    finally:
+        logging.getLogger("ourshard").removeHandler(handler)
+    return told
+
+
+@pytest.mark.ranks
+def test_masters_of_16_bits_are_asked_for_and_warned_of(ranks: Any) -> None:
+    """C03: whatever dtype a model computes in, masters are in fp32 unless that is said."""
+    narrow = {"precision": {"param_dtype": "bf16", "master_dtype": "bf16"}}
+    told, others = ranks(2)(warned, narrow)
+    assert len(told) == 1
+    assert "master_dtype: bfloat16: a step that changes a weight by less than 1/512 of it is rounded away" in told[0]
+    assert others == []
+    assert ranks(2)(warned, {"precision": {"param_dtype": "bf16"}}) == [[], []]
 
 
 @pytest.mark.ranks

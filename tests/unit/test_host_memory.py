@@ -12,7 +12,7 @@ import pytest
 import torch
 from ourshard.config import OffloadConfig, Tier
 from ourshard.runtime import host as host_module
-from ourshard.runtime.host import HostMemory, memory_for_offload
+from ourshard.runtime.host import HostMemory, PinBudget, memory_for_offload
 
 PAGE = 4096
 GPU = torch.device("cuda", 0)
@@ -89,6 +89,18 @@ def test_a_refusal_to_pin_is_said_once_and_training_goes_on(
     assert all(buffer.numel() == 1500 for buffer in buffers)
 
 
+def test_no_more_is_pinned_than_the_budget_of_all_allows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G02: `offload.max_pinned` counts what offloaded lanes and inputs of units pin together."""
+    budget = PinBudget(8000)
+    lanes, inputs = HostMemory(GPU, True, budget), HostMemory(GPU, True, budget)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None, raising=False)
+    buffers = [memory.take(nbytes, torch.uint8) for memory, nbytes in ((lanes, 5000), (inputs, 3001), (inputs, 3000))]
+    assert [buffer.data_ptr() in driver.registered for buffer in buffers] == [True, False, True]
+    inputs.give_back(buffers[2])
+    assert inputs.take(2000, torch.uint8).data_ptr() in driver.registered
+    assert lanes.pinned_nbytes + inputs.pinned_nbytes == 7000 == sum(driver.registered.values())
+
+
 def test_nothing_is_pinned_where_the_config_says_so(driver: Driver) -> None:
     HostMemory(GPU, pin=False).take(1000, torch.float32)
     assert driver.registered == {}
@@ -102,5 +114,5 @@ def test_idle_cores_are_named(cores: int, ranks: int, said: str | None, caplog: 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with caplog.at_level(logging.WARNING, "ourshard"):
-        memory_for_offload(OffloadConfig(optimizer=Tier.CPU, pin_memory=False), GPU)
+        memory_for_offload(OffloadConfig(optimizer=Tier.CPU, pin_memory=False), GPU, PinBudget(None))
     assert (said in caplog.text) if said else not caplog.records

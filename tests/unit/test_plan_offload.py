@@ -189,6 +189,16 @@ def test_inputs_below_the_least_stay() -> None:
     assert run == fake_run(64, activation_checkpointing=True)
 
 
+def test_no_more_is_pinned_than_the_config_allows() -> None:
+    pinned = planner().row(ShardConfig().replace(offload=CPU)).memory.pinned
+    for changes, expected in (
+        ({"max_pinned": 1000}, 1000),
+        ({"max_pinned": 10**12}, pinned),
+        ({"pin_memory": False}, 0),
+    ):
+        assert planner().row(ShardConfig().replace(offload={**CPU, **changes})).memory.pinned == expected
+
+
 def test_inputs_on_the_host_take_memory_there_and_the_time_of_their_copies() -> None:
     config, mesh = ShardConfig(activation_checkpointing=True).replace(offload={"activations": "cpu"}), MeshSizes(WORLD)
     run, sgd = offloaded_run(), OPTIMIZERS["sgd"]

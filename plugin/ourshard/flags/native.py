@@ -37,6 +37,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "offload.optimizer_ratio": "part of the optimizer elements that leave the device, 0 to 1",
     "offload.nvme_path": "folder on a local disk, for nvme",
     "offload.pin_memory": "page-locked host memory, for copies that overlap",
+    "offload.max_pinned": "bytes that a rank pins, the rest is pageable; null: all that travels to the device",
     "offload.windows": "parts of pinned host memory through which lanes on a disk pass, 2 to 64",
     "offload.overlap_step": "the step on the host may go on while the next forward begins (optimizer: cpu, stage 3)",
     "communication.weights": "none, int8, fp8 or auto: how gathers are coded",

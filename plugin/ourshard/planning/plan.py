@@ -212,6 +212,7 @@ class Planner:
         moves = self._rehearse(planned, config, mesh, peer, trace)
         optimizer = OPTIMIZERS[self.workload.optimizer]
         memory = memory_of(planned, moves, optimizer, inputs=self.workload.batch.nbytes, offloaded=trace.on_host)
+        memory = dataclasses.replace(memory, pinned=config.offload.pinned_of(memory.pinned))
         hardware = self.hardware
         if config.cuda_graph:
             hardware = hardware.replaying()

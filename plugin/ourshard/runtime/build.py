@@ -7,6 +7,8 @@ is read so, and nothing is sent. All others come from rank 0, whatever the other
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
@@ -31,9 +33,13 @@ from ourshard.runtime.recompute import recompute_in_backward
 from ourshard.runtime.tiers import disk_need, host_need, with_tiers
 from ourshard.runtime.unit import Unit
 
+logger = logging.getLogger("ourshard")
+
 
 def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_small: bool) -> Engine:
     """Shard `model` in place and return its engine. Collective; raises `ValueError` on all ranks if one can't go on."""
+    if mesh.world.rank == 0:
+        _warn_of_narrow_masters(config.precision.master_dtype)
     engine = Engine(model, config, mesh, cast_small=cast_small, ledger=Ledger() if config.ledger else None)
     stock = checked_stock(model, engine)
     if Codec.AUTO in (config.communication.weights, config.communication.gradients):
@@ -68,6 +74,19 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     vars(model).update({"_ourshard": engine, **attributes})
     attach(engine, model)
     return engine
+
+
+def _warn_of_narrow_masters(master_dtype: str) -> None:
+    """Say what is lost where the optimizer itself steps 16 bits (C03)."""
+    dtype = getattr(torch, master_dtype)
+    if torch.finfo(dtype).bits < 32:
+        smallest = round(4 / torch.finfo(dtype).eps)
+        logger.warning(
+            "precision.master_dtype: %s: a step that changes a weight by less than 1/%d of it is rounded away. Leave "
+            "master_dtype out for float32 masters.",
+            master_dtype,
+            smallest,
+        )
 
 
 def _find_peers(engine: Engine) -> None:

@@ -25,10 +25,9 @@ from ourshard.runtime.collectives import Collectives, Reducer, hops_of
 from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
 from ourshard.runtime.hooks import forward_on_stack, hook_outputs, tensors_in
-from ourshard.runtime.host import memory_for_offload
 from ourshard.runtime.in_backward import StepsInBackward
 from ourshard.runtime.in_flight import InFlight
-from ourshard.runtime.inputs import make_inputs
+from ourshard.runtime.inputs import on_host
 from ourshard.runtime.inside import LeftForward
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Ledger
@@ -78,8 +77,7 @@ class Engine:
         self.streams = Streams(mesh.device)
         self.control = Control(mesh)
         self.collectives = Collectives(self.control, ledger, hops_of(config, mesh))
-        self.host = memory_for_offload(config.offload, mesh.device)
-        self.inputs = make_inputs(config, self.streams, mesh.device, ledger)
+        self.host, self.inputs = on_host(config, self.streams, mesh.device, ledger)
         self.disk: Disk | None = None  # set before the units are made, where masters rest on one
         self.peer: PeerCopies | None = None  # set once the units are there
         self.buffers = UpdatedBuffers(self.control, self.collectives, mesh.world)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import weakref
@@ -38,6 +39,13 @@ _PAGE = 4096
 _HUGE = 2 * 2**20
 
 
+class PinBudget:
+    """The bytes that a rank may still pin for offload: `offload.max_pinned`."""
+
+    def __init__(self, nbytes: int | None) -> None:
+        self.left = math.inf if nbytes is None else nbytes
+
+
 class HostMemory:
     """Makes host buffers, which stay pinned as long as it lives. On a machine without CUDA nothing is pinned.
 
@@ -48,6 +56,7 @@ class HostMemory:
         self,
         device: torch.device,
         pin: bool,
+        budget: PinBudget | None = None,
         *,
         user: str = "offload",
         advice: str = ", or set offload.pin_memory to false",
@@ -56,6 +65,7 @@ class HostMemory:
         self.pinned_nbytes = 0
         self._device = device
         self._pin = pin and device.type == "cuda"
+        self._budget = budget or PinBudget(None)
         self._user, self._advice = user, advice
         self._registered: list[torch.Tensor] = []
         weakref.finalize(self, _unregister, self._registered).atexit = False
@@ -63,12 +73,12 @@ class HostMemory:
     def take(self, numel: int, dtype: torch.dtype, *, travels: bool = True) -> torch.Tensor:
         """Return a zeroed buffer of `numel` elements that starts on a page.
 
-        It is pinned, unless it never `travels` to the device or from it.
+        It is pinned, unless it never `travels` to the device or from it, or is more than may still be pinned.
         """
         nbytes = numel * dtype.itemsize
         buffer = _zeros(nbytes)
         self.nbytes += nbytes
-        if self._pin and travels and nbytes:
+        if self._pin and travels and 0 < nbytes <= self._budget.left:
             self._register(buffer)
         return buffer.view(dtype)
 
@@ -79,6 +89,7 @@ class HostMemory:
             if pinned.data_ptr() == buffer.data_ptr():
                 torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
                 self.pinned_nbytes -= buffer.nbytes
+                self._budget.left += buffer.nbytes
                 del self._registered[index]
                 return
 
@@ -88,6 +99,7 @@ class HostMemory:
         if int(code) == 0:
             self._registered.append(buffer)
             self.pinned_nbytes += buffer.nbytes
+            self._budget.left -= buffer.nbytes
             return
         self._pin = False
         _forget_error(self._device)
@@ -102,13 +114,13 @@ class HostMemory:
         )
 
 
-def memory_for_offload(offload: OffloadConfig, device: torch.device) -> HostMemory | None:
+def memory_for_offload(offload: OffloadConfig, device: torch.device, budget: PinBudget) -> HostMemory | None:
     """Return what makes an engine's host buffers; None where nothing is offloaded."""
     if not offload.active:
         return None
     if device.type == "cuda":
         _warn_of_idle_cores()
-    return HostMemory(device, offload.pin_memory)
+    return HostMemory(device, offload.pin_memory, budget)
 
 
 def _zeros(nbytes: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ourshard.config import ShardConfig, Tier
-from ourshard.runtime.host import HostMemory
+from ourshard.runtime.host import HostMemory, PinBudget, memory_for_offload
 from ourshard.runtime.host_pool import HostPool
 from ourshard.runtime.ledger import Kind, Ledger
 from ourshard.runtime.meter import Spent
@@ -396,9 +396,13 @@ def _refuse_changes(shape: torch.Size, changed: bool) -> None:
         )
 
 
-def make_inputs(config: ShardConfig, streams: Streams, device: torch.device, ledger: Ledger | None) -> Inputs | None:
-    """Return what moves the inputs of recomputed units; None where they stay."""
+def on_host(
+    config: ShardConfig, streams: Streams, device: torch.device, ledger: Ledger | None
+) -> tuple[HostMemory | None, Inputs | None]:
+    """Return what makes host memory for lanes, and what moves inputs of units there: None where they stay."""
+    budget = PinBudget(config.offload.max_pinned)
+    lanes = memory_for_offload(config.offload, device, budget)
     if config.offload.activations is Tier.NONE:
-        return None
-    memory = HostMemory(device, config.offload.pin_memory, user="offload.activations")
-    return Inputs(HostMover(streams, memory, ledger))
+        return lanes, None
+    memory = HostMemory(device, config.offload.pin_memory, budget, user="offload.activations")
+    return lanes, Inputs(HostMover(streams, memory, ledger))

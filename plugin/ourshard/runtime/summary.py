@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +19,10 @@ from ourshard.values import flatten
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
     from ourshard.runtime.lane import Lane
+    from ourshard.runtime.unit import Unit
 
 _MIB = 2**20
+_MOST_ITEMS = 8  # of the list of units
 
 
 def summary(engine: Engine) -> str:
@@ -37,7 +40,7 @@ def summary(engine: Engine) -> str:
         _memory(engine, lanes),
         _gradients(engine),
     ]
-    lines = ["ourshard: " + "; ".join(parts)]
+    lines = ["ourshard: " + "; ".join(parts), f"ourshard: elements of units: {_sizes(engine)}"]
     lines += [f"ourshard: {key} has no effect: {reason}" for key, reason in inactive(engine).items()]
     return "\n".join(lines)
 
@@ -47,13 +50,28 @@ def _parameters(engine: Engine, lanes: list[Lane]) -> str:
     trainable = sum(p.numel for lane in lanes if lane.trainable for p in lane.parameters)
     whole = sum(p.numel for lane in lanes if lane.placement.whole for p in lane.parameters)
     padding = sum(lane.layout.padding for lane in lanes)
-    sizes = {unit.label: sum(p.numel for lane in unit.lanes for p in lane.parameters) for unit in engine.units}
-    largest = max(sizes, key=lambda label: sizes[label])
+    largest = max(engine.units, key=_elements)
     units, count = counted(len(engine.units), "unit"), counted(elements, "parameter")
     return (
         f"{count} ({trainable:,} trainable, {whole:,} whole on every rank, {padding:,} padding) in "
-        f"{units}, {counted(len(lanes), 'lane')}, the largest unit {largest} with {sizes[largest]:,}"
+        f"{units}, {counted(len(lanes), 'lane')}, the largest unit {largest.label} with {_elements(largest):,}"
     )
+
+
+def _sizes(engine: Engine) -> str:
+    """List all units; neighbours of one size are one item, and of many items the last are left out."""
+    runs = [list(run) for _, run in groupby(engine.units, _elements)]
+    items = [f"{_from_to(run)} {_elements(run[0]):,}{' each' if len(run) > 1 else ''}" for run in runs[:_MOST_ITEMS]]
+    left = sum(len(run) for run in runs[_MOST_ITEMS:])
+    return ", ".join([*items, *([f"{counted(left, 'more unit')}"] if left else [])])
+
+
+def _from_to(run: list[Unit]) -> str:
+    return run[0].label if len(run) == 1 else f"{run[0].label} to {run[-1].label}"
+
+
+def _elements(unit: Unit) -> int:
+    return sum(p.numel for lane in unit.lanes for p in lane.parameters)
 
 
 def _dtypes(lane: Lane) -> str:
@@ -158,12 +176,17 @@ def _of_host(engine: Engine) -> Iterator[tuple[str, str]]:
     if not engine.config.offload.active:
         if engine.inputs is None:
             yield "offload.pin_memory", "nothing is on the host"
+            yield "offload.max_pinned", "nothing is on the host"
         elif engine.mesh.device.type != "cuda":
             yield "offload.pin_memory", "without a GPU nothing is pinned"
+            yield "offload.max_pinned", "without a GPU nothing is pinned"
         yield "offload.optimizer_ratio", "nothing is on the host"
         return
     if engine.mesh.device.type != "cuda":
         yield "offload.pin_memory", "without a GPU nothing is pinned"
+        yield "offload.max_pinned", "without a GPU nothing is pinned"
+    elif not engine.config.offload.pin_memory:
+        yield "offload.max_pinned", "offload.pin_memory is false"
     left = any(lane.offloaded and lane.trainable for lane in engine.lanes())
     if engine.config.offload.optimizer is Tier.NONE:
         yield "offload.optimizer_ratio", "no master leaves the device"
