@@ -62,6 +62,14 @@ class Codec(str, Enum):
     AUTO = "auto"  # measured at start
 
 
+class FrozenWeights(str, Enum):
+    """Whether checkpoints by rows have weights that training does not change."""
+
+    AUTO = "auto"  # not where the model has adapters of PEFT
+    INCLUDE = "include"
+    EXCLUDE = "exclude"
+
+
 class ReduceOp(str, Enum):
     """What the gradients of all ranks become."""
 
@@ -301,6 +309,7 @@ class CheckpointConfig:
     when_busy: WhenBusy = WhenBusy.WAIT  # asynchronous only
     save_dtype: str | None = None  # consolidated weights; None keeps each parameter's own dtype
     keep: int | None = None
+    frozen: FrozenWeights = FrozenWeights.AUTO
     save_on_each_node: bool = False  # each machine writes what its ranks hold on a disk of its own
 
     @property

@@ -22,6 +22,7 @@ ELSEWHERE = {
     "checkpoint.asynchronous": "tests/checkpoint/test_background.py",
     "checkpoint.save_dtype": "tests/integrations/test_saving.py",
     "checkpoint.keep": "tests/integrations/test_saving.py",
+    "checkpoint.frozen": "tests/checkpoint/test_frozen_base.py",
     "checkpoint.save_on_each_node": "tests/checkpoint/test_several_disks.py",
 }
 CHANGED: dict[str, Any] = {
@@ -75,6 +76,7 @@ CHANGED: dict[str, Any] = {
     "checkpoint.when_busy": "skip",
     "checkpoint.save_dtype": "bfloat16",
     "checkpoint.keep": 2,
+    "checkpoint.frozen": "exclude",
     "checkpoint.save_on_each_node": True,
     "timeout": 60.0,
     "ledger": False,

@@ -152,6 +152,7 @@ def dump(manifest: Manifest) -> bytes:
         "step": description.step,
         "config": plain.encode(manifest.config, "config"),
         "frozen": sorted(description.frozen),
+        "left_out": dict(description.left_out),
         "own_dtypes": {name: DTYPE_NAMES[dtype] for name, dtype in description.own_dtypes.items()},
         **carried(description),
         "scalars": dump_scalars(manifest.scalars),
@@ -189,6 +190,7 @@ def _load_body(body: Mapping[str, Any]) -> Manifest:
         stage=body["stage"],
         step=body["step"],
         frozen=frozenset(body["frozen"]),
+        left_out=body.get("left_out", {}),
         own_dtypes={name: DTYPES[dtype] for name, dtype in body["own_dtypes"].items()},
         **{**found, "param_groups": tuple(found["param_groups"])},
     )
@@ -249,6 +251,9 @@ def _check_kinds(body: Mapping[str, Any], carried: Mapping[str, Any]) -> None:
     world, ranks = body["world_size"] or 0, body["ranks"]
     if world > _LARGEST_WORLD or len(set(ranks)) < len(ranks) or any(rank >= world for rank in ranks):
         raise CheckpointError(f"ranks have to be numbers of a world of at most {_LARGEST_WORLD}, each once")
+    left_out = body.get("left_out", {})
+    if not isinstance(left_out, dict) or not all(type(checksum) is int for checksum in left_out.values()):
+        raise CheckpointError("left_out has to map names to checksums")
     for name in ("versions", "ties", "param_state", "extra_state", "client_state"):
         if not isinstance(carried.get(name, {}), dict):
             raise CheckpointError(f"{name} has to be a table")

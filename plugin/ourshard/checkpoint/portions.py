@@ -116,8 +116,7 @@ def _of_lane(number: int, lane: Lane, disk: Disk) -> Iterator[Portion]:
             shape=tuple(parameter.shape),
             own_dtype=parameter.dtype,
             trained=lane.leaves[position].requires_grad,
-            # A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
-            values=(lane.resting[position] if lane.placement.whole else lane.local_rows(position)).detach(),
+            values=lane.stored(position),
             start=rows.start * granule,
             stop=rows.stop * granule,
             writes=its_turn and not empty,

@@ -30,11 +30,12 @@ from ourshard.runtime.state import check_no_writes, check_readable, extra_states
 from ourshard.runtime.wording import shorten
 from ourshard.runtime.wrap import canonical
 
-from . import commit, stepping
+from . import commit, frozen_base, stepping
 from .agreeing import together
 from .background import BACKGROUND
 from .coding import restore_coding, take_coding
 from .disks import Disk, Joined, find_disk, join_disks
+from .extra_state import load_extra_states
 from .io import DISK, DiskIO
 from .local_state import all_keep_local, take_local
 from .manifest import carried
@@ -108,9 +109,10 @@ def write(
     label = f"save: {'staging' if background else 'writing'} {final.name}"
     try:
         local = all_keep_local([engine], _unwrapped(optimizer), label)
+        frozen = frozen_base.left_out(engine)
         with together(engine, label):
             given = dict(zip(_optimizers(optimizer), local, strict=True))
-            boxes, found, staged = _take(engine, disk, given, client_state or {}, copied=background)
+            boxes, found, staged = _take(engine, disk, given, client_state or {}, frozen, copied=background)
             if not background:
                 writer.write(boxes)
         found = _with_state_of_others(engine, disk, _optimizers(optimizer), found)
@@ -177,20 +179,29 @@ def skips(engine: Engine) -> bool:
 
 
 def _take(
-    engine: Engine, disk: Disk, local: Mapping[Optimizer, bool], client_state: Mapping[str, Any], *, copied: bool
+    engine: Engine,
+    disk: Disk,
+    local: Mapping[Optimizer, bool],
+    client_state: Mapping[str, Any],
+    frozen: Mapping[str, int],
+    *,
+    copied: bool,
 ) -> _Taken:
     """Return what this rank writes, and rank 0's description; with `copied` nothing of it is training's any more.
 
-    `local`: the optimizers, each with whether its state is saved as it is: Note [Local state].
+    `local`: the optimizers, each with whether its state is saved as it is: Note [Local state]. `frozen`: what is left
+    out: Note [Frozen base].
     """
     portions, buffers = portions_of(engine, disk), buffers_of(engine)
+    written = [portion for portion in portions if portion.writes and portion.name not in frozen]
 
     def take(to_host: ToHost) -> tuple[Boxes, dict[str, dict[str, Any]]]:
-        return _boxes(engine, disk, portions, buffers, local, to_host=to_host)
+        boxes: Boxes = {TensorKey(PARAM, p.name): p.boxes(p.values.reshape(-1), to_host) for p in written}
+        return boxes, _add_boxes(engine, disk, boxes, portions, buffers, local=local, to_host=to_host)
 
     boxes, rest = BACKGROUND.staging.copy(engine.mesh.device, take) if copied else take(on_host)
     found = _describe(engine, portions, buffers, list(local), boxes)
-    found = dataclasses.replace(found, param_state=rest, client_state=client_state)
+    found = dataclasses.replace(found, param_state=rest, client_state=client_state, left_out=frozen)
     if not copied:
         return _Taken(boxes, found, lambda: None)
     if disk.leads:
@@ -238,18 +249,18 @@ def _count(given: Any) -> str:
     return f" (optimizers: {len(_several(given))})"
 
 
-def _boxes(
+def _add_boxes(
     engine: Engine,
     disk: Disk,
+    boxes: Boxes,
     portions: Sequence[Portion],
     buffers: Sequence[Buffer],
-    local: Mapping[Optimizer, bool],
     *,
+    local: Mapping[Optimizer, bool],
     to_host: ToHost,
-) -> tuple[Boxes, dict[str, dict[str, Any]]]:
-    """Return what this rank writes, and the state that is no tensor of elements, where it leads and on owners."""
+) -> dict[str, dict[str, Any]]:
+    """Add what this rank writes of buffers and states; return the state that is no tensor, where it leads and owns."""
     lead = disk.leads
-    boxes: Boxes = {TensorKey(PARAM, p.name): p.boxes(p.values.reshape(-1), to_host) for p in portions if p.writes}
     for buffer in buffers if lead else ():
         tensor = to_host(buffer.tensor)
         boxes[TensorKey(BUFFER, buffer.name)] = [LocalBox(tuple(tensor.shape), tensor)]
@@ -260,7 +271,7 @@ def _boxes(
         rest.update(stepping.take_state(optimizer, portions, lead, boxes, to_host, local=is_local))
         if is_local:
             take_local(engine, optimizer, boxes, to_host, disk)
-    return boxes, rest
+    return rest
 
 
 def _describe(
@@ -320,28 +331,28 @@ def load(
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}", _count(optimizer)):
             source = stack.enter_context(_open(folder, model, number, joined))
-            if engine.mesh.world.rank == 0:
-                _say_losses(source, beside)
+            _say_losses(engine, source, beside)
             optimizers = _optimizers(optimizer)
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
             saved = SavedState.of(source, _match(source, portions), engine)
-            alone = source.description.is_adapter_alone  # then the base stays as the script has loaded it
-            if alone or not strict:
+            if source.description.is_adapter_alone or not strict:  # alone: the base stays as the script has loaded it
                 portions = [each for each in portions if each.name in saved.names or (strict and each.trained)]
                 buffers = [each for each in buffers if _buffer_key(source, each) is not None]
+            portions, stay = frozen_base.without_left_out(source.description, portions, saved.names)
             _refuse_misfits(
                 source, portions, buffers, concerned, saved, extra=with_extra_state(_model(engine)), strict=strict
             )
             if joined is not None:
                 _refuse_elsewhere(source, portions, buffers, concerned, saved)
-            world = engine.mesh.world
-            _refuse_damage(source, slice(world.rank, None, world.size) if joined is None else joined.share)
+            _refuse_damage(source, _share(engine) if joined is None else joined.share)
+        if weights and source.description.left_out:
+            frozen_base.refuse_another(engine, source.description, stay)
         with together(engine, f"load: reading {name}"):
             if weights:
                 engine.land_masters()
                 _load_weights(engine, source, portions, buffers, saved.names)
-                _load_extra_states(engine, source)
+                load_extra_states(_model(engine), source, tells=engine.mesh.world.rank == 0)
             if concerned:
                 stepping.split_uneven(engine, concerned, portions_of(engine), saved)
                 stepping.restore(concerned, portions_of(engine), saved)
@@ -362,9 +373,10 @@ def _open(folder: Path, model: nn.Module, number: int | None, joined: Joined | N
     return detect(folder, model=number, parameter_order=[canonical(name) for name, _ in model.named_parameters()])
 
 
-def _say_losses(source: Source, beside: bool) -> None:
+def _say_losses(engine: Engine, source: Source, beside: bool) -> None:
     """Name what the folder of another engine has and is not loaded."""
-    for loss in (*source.description.losses, *(() if beside else source.description.beside)):
+    losses = (*source.description.losses, *(() if beside else source.description.beside))
+    for loss in losses if engine.mesh.world.rank == 0 else ():
         logger.warning("load: not loaded: %s", loss)
 
 
@@ -455,26 +467,16 @@ def _refuse_elsewhere(
         )
 
 
+def _share(engine: Engine) -> slice:
+    """Return which of the files this rank checks."""
+    return slice(engine.mesh.world.rank, None, engine.mesh.world.size)
+
+
 def _refuse_damage(source: Source, share: slice) -> None:
     try:
         source.refuse_damage(share)
     except CheckpointError as error:
         raise CheckpointError(f"nothing was loaded: {error}") from error
-
-
-def _load_extra_states(engine: Engine, source: Source) -> None:
-    """Give modules their extra state, which formats of others may hold as a tensor; say which have none there."""
-    lost = []
-    for name, module in with_extra_state(_model(engine)).items():
-        key = next((key for key in (TensorKey(PARAM, name), TensorKey(BUFFER, name)) if key in source.tensors), None)
-        if name in source.description.extra_state:
-            module.set_extra_state(source.description.extra_state[name])
-        elif key is not None:
-            module.set_extra_state(source.read(key))
-        else:
-            lost.append(name)
-    if lost and engine.mesh.world.rank == 0:
-        logger.warning("load: %s is not in %s and stays as it is here", shorten(lost, 4), source.path)
 
 
 def _load_weights(

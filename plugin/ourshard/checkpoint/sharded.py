@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ourshard.runtime.wording import shorten
+from ourshard.runtime.wording import counted, shorten
 
 from . import plain
 from .companions import companions
@@ -61,7 +61,10 @@ class ShardedSource(Source):
         self._here = {record.path: record for record in (own or self.manifest).files}
         self.tensors = {**self.manifest.tensors, **_scalar_infos(self.manifest)}
         self.description = replace(
-            self.manifest.description, files=_files(path, self.manifest), oddities=tuple(_oddities(self.manifest))
+            self.manifest.description,
+            files=_files(path, self.manifest),
+            losses=tuple(_losses(self.manifest)),
+            oddities=tuple(_oddities(self.manifest)),
         )
         self.is_own = "ourshard" in self.description.versions
         try:
@@ -260,6 +263,12 @@ def _whose(manifest: Manifest) -> str:
     """Say which ranks' files are not here, if any: on disks that are not shared they are on another node."""
     absent = _absent_ranks(manifest)
     return f"; the files of ranks {absent} are not in this folder (on another node's disk?)" if absent else ""
+
+
+def _losses(manifest: Manifest) -> Iterator[str]:
+    left_out = manifest.description.left_out
+    if left_out:
+        yield f"{counted(len(left_out), 'frozen parameter')}, which the save left out (checkpoint.frozen)"
 
 
 def _oddities(manifest: Manifest) -> Iterator[str]:

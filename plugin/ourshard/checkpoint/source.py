@@ -145,6 +145,7 @@ class Description:
     extra_state: Mapping[str, Any] = field(default_factory=dict)  # what modules gave as `get_extra_state`, by name
     ties: Mapping[str, str] = field(default_factory=dict)  # alias -> owner
     frozen: frozenset[str] = frozenset()  # parameters that are not trained
+    left_out: Mapping[str, int] = field(default_factory=dict)  # frozen ones that are not in it -> checksum
     own_dtypes: Mapping[str, torch.dtype] = field(
         default_factory=dict
     )  # dtype in the model, where the stored one differs

@@ -58,6 +58,7 @@ KEYS: Mapping[str, str] = {  # in the order of `ShardConfig`; a test compares th
     "checkpoint.when_busy": "wait or skip: a save that finds the one before still being written",
     "checkpoint.save_dtype": "dtype of consolidated weights; null keeps each parameter's own",
     "checkpoint.keep": "newest checkpoints to keep; null keeps all",
+    "checkpoint.frozen": "include, exclude: frozen weights in checkpoints by rows; auto: not under adapters of PEFT",
     "checkpoint.save_on_each_node": "each machine writes on a disk of its own",
     "timeout": "seconds a collective may wait; null is the process group's own",
     "ledger": "count bytes, calls and peaks",

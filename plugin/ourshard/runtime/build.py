@@ -18,6 +18,7 @@ from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.checks import checked_stock
 from ourshard.runtime.disk import open_disk
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.frozen import marks_of
 from ourshard.runtime.host_room import check_host
 from ourshard.runtime.in_backward import steps_in_backward
 from ourshard.runtime.inventory import UnitParameters
@@ -73,6 +74,7 @@ def build_engine(model: nn.Module, config: ShardConfig, mesh: Mesh, *, cast_smal
     vars(model).clear()  # first, so that pickling meets the engine, which says what to do, and not a hook
     vars(model).update({"_ourshard": engine, **attributes})
     attach(engine, model)
+    engine.as_sharded = marks_of(engine, model)
     return engine
 
 

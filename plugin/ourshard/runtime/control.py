@@ -290,6 +290,14 @@ class Control:
         self._wait(dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True), label)
         return told.bool().tolist()  # type: ignore[no-any-return]
 
+    def add(self, numbers: list[int], label: str) -> list[int]:
+        """Return the sums over ranks, modulo 2^64 with a sign. Collective; all ranks give as many numbers."""
+        if self.group is None or self._silent:
+            return numbers
+        told = torch.tensor(numbers, dtype=torch.int64)
+        self._wait(dist.all_reduce(told, group=self.group, async_op=True), label)
+        return told.tolist()  # type: ignore[no-any-return]
+
     def gather_objects(self, value: object, label: str) -> list[object]:
         """Return every rank's `value`, in rank order. Collective; for messages, not for tensors."""
         if self.group is None:

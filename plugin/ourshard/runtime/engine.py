@@ -24,6 +24,7 @@ from ourshard.runtime.coded import codes_now
 from ourshard.runtime.collectives import Collectives, Reducer, hops_of
 from ourshard.runtime.control import Control
 from ourshard.runtime.disk import Disk
+from ourshard.runtime.frozen import Mark
 from ourshard.runtime.hooks import forward_on_stack, hook_outputs, tensors_in
 from ourshard.runtime.in_backward import StepsInBackward
 from ourshard.runtime.in_flight import InFlight
@@ -59,6 +60,7 @@ class Engine:
     `require_sync` may be set by whoever owns the accumulation: it is read when a forward begins.
     """
 
+    as_sharded: dict[str, Mark]  # frozen parameters that a checkpoint may leave out: frozen.py
     _held_once: tuple[Unit, ...] = ()  # in the backward before, while graphs of that time are left: `begin_backward`
 
     def __init__(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ourshard.runtime.frozen import forget
 from ourshard.runtime.lane_fill import LaneFill
 from ourshard.runtime.lane_key import master_dtype_of
 from ourshard.runtime.lane_store import Left, uses_of
@@ -98,6 +99,7 @@ class LaneChanges(LaneFill):
         if self.trainable or not any(leaf.requires_grad for leaf in self.leaves):
             return False
         self.trainable = True
+        forget(self.unit.engine, (parameter.name for parameter in self.parameters))
         if self.on_disk:
             self._leave_disk()
         wanted = master_dtype_of(self.store_dtype, master_dtype)

@@ -281,6 +281,13 @@ class LaneStore:
         self.check_disk()
         return self.rows_view(self.master, position)
 
+    def stored(self, position: int) -> torch.Tensor:
+        """Return what holds this rank's values of a parameter between steps.
+
+        A whole parameter that the user holds may have been moved (`model.to(dtype)`): it is the truth.
+        """
+        return (self.resting[position] if self.placement.whole else self.local_rows(position)).detach()
+
     def check_disk(self) -> None:
         """Raise RuntimeError where the master was on a disk and is lost: before it is read outside of a step."""
         if self.on_disk:
