@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
     from ourshard.runtime.lane import Lane
 
-_BLOCK = 1 << 22  # elements that are summed at once
 _PRIME = 8191  # places count up to it, so that rows that changed places show
+_BLOCK = 512 * _PRIME  # elements that are summed at once
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Mark = tuple[int, int]
@@ -65,11 +65,12 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def checksum(values: torch.Tensor, start: int) -> int:
-    """Add up the words of `values`, each times its place, of which the first is `start`; modulo 2^64."""
+    """Add up the words of `values`, each times its place modulo a prime, of which the first is `start`; modulo 2^64."""
     words = values.contiguous().reshape(-1).view(_WORDS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for first in range(0, words.numel(), _BLOCK):
-        block = words[first : first + _BLOCK].long()
-        places = torch.arange(start + first, start + first + block.numel(), device=words.device)
-        total += block.mul_(places.remainder_(_PRIME).add_(1)).sum()
-    return int(total.item())
+    columns = torch.zeros(_PRIME, dtype=torch.int64, device=words.device)  # sums of the words of one place each
+    whole = words.numel() - words.numel() % _PRIME
+    for first in range(0, whole, _BLOCK):
+        columns += words[first : min(first + _BLOCK, whole)].view(-1, _PRIME).sum(0, dtype=torch.int64)
+    columns[: words.numel() - whole] += words[whole:]
+    places = torch.arange(start, start + _PRIME, device=words.device).remainder_(_PRIME).add_(1)
+    return int((columns * places).sum().item())
