@@ -45,6 +45,10 @@ EXTRA_PREFIX = "extra."  # kinds beside the optimizer's state, such as "extra.em
 LOCAL_PREFIX = "extra.local."  # state of the optimizer that one layout can read: Note [Local state] in local_state.py
 OURS = "ourshard"  # the only key of a Trainer's `optimizer.pt` with such state: no torch optimizer takes it by mistake
 MASTERS = "ourshard_masters"  # in a file of an optimizer, of weights that are saved in fewer bits
+WHOLE_OPTIMIZER = (
+    "ourshard_optimizer"  # with its number and .bin: what a whole `save_state` has of an optimizer, by names
+)
+WHOLE_LOCAL = "local"  # in such a file, state that only the layout can read
 
 
 class CheckpointError(ValueError):

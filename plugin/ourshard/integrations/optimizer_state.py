@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from ourshard.checkpoint.coding import begin_anew
 from ourshard.checkpoint.local_state import all_keep_local, split_local
 from ourshard.checkpoint.source import MASTERS
+from ourshard.checkpoint.source import WHOLE_LOCAL as LOCAL
 from ourshard.checkpoint.stepping import following, other_kinds
 from ourshard.checkpoint.tensor_classes import CLASS, check_classes, flattened, rebuilt
 from ourshard.integrations import whole_local, whole_masters
@@ -34,7 +35,6 @@ from ourshard.runtime.wording import shorten
 
 State = dict[str, Any]
 
-LOCAL = "local"
 DTYPES = "dtypes"
 
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from ourshard.checkpoint import commit
 from ourshard.checkpoint.sharded import FOLDER
+from ourshard.checkpoint.source import WHOLE_OPTIMIZER as OPTIMIZER_FILE
 from ourshard.config import CheckpointConfig
-
-OPTIMIZER_FILE = "ourshard_optimizer"
 
 logger = logging.getLogger("ourshard")
 

@@ -1,19 +1,20 @@
 """Checkpoints without sharding (one process, DDP) of accelerate and the Trainer, and adapters of PEFT.
 
 Weights lie as Hugging Face libraries save them; the optimizer beside them (`optimizer.bin` of accelerate,
-`optimizer.pt` of the Trainer) numbers its parameters. Weights without an optimizer are read by the reader of
-safetensors, but for adapters.
+`optimizer.pt` of the Trainer) numbers its parameters; `ourshard_optimizer.bin`, of a whole `save_state` under ourshard,
+names them. Weights without an optimizer are read by the reader of safetensors, but for adapters.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..huggingface import tie_by_config
 from ..numbered import Models, numbered, of_model
-from ..source import ADAPTER_ALONE, MASTERS, OURS, CheckpointError
+from ..source import ADAPTER_ALONE, MASTERS, OURS, WHOLE_LOCAL, WHOLE_OPTIMIZER, CheckpointError
 from .adapters import with_adapter_name
 from .classes import PickledTensor
 from .draft import Draft, ForeignSource
@@ -26,9 +27,11 @@ from .torchfile import TorchFile
 from .weights import find_weights, read_weights
 
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_NAMED = rf"{WHOLE_OPTIMIZER}(?:_(?P<n>\d+))?\.bin"
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = ("adapter_model",)
 _MODEL = ("model", "pytorch_model")
+_OF_ONE_LAYOUT = "the optimizer's state: only the ranks and the layout that saved it can read it"
 
 
 def _weights_path(folder: Path, model: int = 0) -> Path | None:
@@ -49,13 +52,16 @@ class DdpSource(ForeignSource):
     """Weights with a numbered optimizer."""
 
     format: ClassVar[str] = "ddp"
-    looks_for: ClassVar[str] = "optimizer.pt or optimizer.bin beside model.safetensors, pytorch_model.bin or an adapter"
+    looks_for: ClassVar[str] = (
+        "optimizer.pt or (ourshard_)optimizer.bin beside model.safetensors, pytorch_model.bin or an adapter"
+    )
 
     @classmethod
     def find(cls, path: Path) -> Path | None:
         """Return the folder if it has an optimizer and weights."""
-        folder = path.parent if path.name in _OPTIMIZERS and path.is_file() else path
-        if not folder.is_dir() or not any((folder / name).is_file() for name in _OPTIMIZERS):
+        is_file = path.name in _OPTIMIZERS or re.fullmatch(_NAMED, path.name)
+        folder = path.parent if is_file and path.is_file() else path
+        if not any((folder / name).is_file() for name in _OPTIMIZERS) and not numbered(folder, _NAMED):
             return None
         return folder if _weights_path(folder) or models_of_accelerate(folder) else None
 
@@ -78,8 +84,10 @@ class DdpSource(ForeignSource):
             _name_adapter(draft)
         else:
             tie_by_config(draft)
-        optimizer = _optimizer_path(path, model)
-        if optimizer is not None:
+        named, optimizer = numbered(path, _NAMED), _optimizer_path(path, model)
+        if named:
+            _add_named(draft, [path / name for names in named.values() for name in names], model)
+        elif optimizer is not None:
             known = list(orders(path, list(draft.model), parameter_order))
             if weights.in_model_order and parameter_order is None:
                 known.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
@@ -87,7 +95,7 @@ class DdpSource(ForeignSource):
             content = file.load()
             _add_masters(draft, file, content, model)
             if _is_of_one_layout(content):
-                draft.losses.append("the optimizer's state: only the ranks and the layout that saved it can read it")
+                draft.losses.append(_OF_ONE_LAYOUT)
             else:
                 name_integer_keys(draft, optimizer_of(file), known)
         draft.losses += _of_no_model(path, self.models_in(path))
@@ -99,8 +107,26 @@ def _is_of_one_layout(content: Any) -> bool:
     return isinstance(content, dict) and content.keys() == {OURS}
 
 
+def _add_named(draft: Draft, paths: Sequence[Path], model: int) -> None:
+    """Read what optimizers have of a model; its number is before the names of its parameters."""
+    own, groups = f"{model}/", []
+    for file in map(TorchFile, paths):
+        content = file.load()
+        _add_masters(draft, file, content, model)
+        if isinstance(content, dict) and content.get(WHOLE_LOCAL):
+            draft.losses.append(_OF_ONE_LAYOUT)
+            continue
+        optimizer = optimizer_of(file)
+        state = {key.removeprefix(own): values for key, values in optimizer["state"].items() if key.startswith(own)}
+        draft.state.update(state)
+        for group in optimizer["param_groups"]:
+            names = [key.removeprefix(own) for key in group["params"] if key.startswith(own)]
+            groups += [{**group, "params": names}] if names else []
+    draft.groups = groups or None
+
+
 def _add_masters(draft: Draft, file: TorchFile, content: Any, model: int) -> None:
-    """Read the masters that a Trainer under ourshard put beside the state, where the weights' file rounds them."""
+    """Read the masters that ourshard put beside the state, where the weights' file rounds them."""
     for key, value in content.get(MASTERS, {}).items() if isinstance(content, dict) else ():
         number, _, name = str(key).partition("/")
         if number == str(model) and name in draft.model and isinstance(value, PickledTensor):
