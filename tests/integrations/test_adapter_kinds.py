@@ -10,6 +10,7 @@ import torch
 
 from tests.integrations.client_runs import apart, column, trainer_of
 from tests.integrations.trainer_runs import Case, Tokens, llama, whole_state
+from tests.ranks.families import DECODER, EXPERTS, build, labelled, words
 
 pytestmark = pytest.mark.ranks
 
@@ -92,6 +93,40 @@ def test_each_kind_trains_saves_and_opens_as_in_one_process(ranks, tmp_path, kin
             assert apart(found[kind], wanted[kind]) < 5e-6, kind  # norms of randlora are above 10
             norms = [norm for _, norm in wanted[kind]["logs"]]
             assert max(norms) > 0, kind
+
+
+def trained_experts(config: dict[str, Any]) -> tuple[list[str], list[float]]:
+    """Train LoRA on fused experts, which PEFT parametrizes for each forward; return units and losses."""
+    import peft
+    from accelerate import Accelerator
+    from ourshard import ShardPlugin, engine_of
+
+    accelerator = Accelerator(ourshard_plugin=ShardPlugin(config), mixed_precision="bf16")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    sizes = {**DECODER, **EXPERTS, "intermediate_size": 40, "moe_intermediate_size": 24}
+    model = peft.get_peft_model(build("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes), lora)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for batch in range(3):
+        loss = labelled(model, words(batch, 4))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    engine = engine_of(model)
+    assert engine is not None
+    return [unit.label for unit in engine.units], losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_an_adapter_wraps_is_no_unit_by_size(ranks, stage):
+    small = {"stage": stage, "persist_below": 0}
+    by_size = {**small, "wrap": {"min_params": 1000}}
+    (_, wanted), (units, found) = ranks(2)(trained_experts, small)[0], ranks(2)(trained_experts, by_size)[0]
+    assert not any("base_layer" in unit for unit in units)
+    assert any(unit.endswith("mlp.experts") for unit in units)
+    assert found == pytest.approx(wanted, abs=0.02)
 
 
 def allocates(folder: str, shard: dict[str, Any] | None) -> dict[str, Any]:

@@ -92,14 +92,16 @@ def _by_name(model: nn.Module, names: Iterable[str]) -> set[nn.Module]:
 def _by_numel(model: nn.Module, least: int) -> set[nn.Module]:
     """Choose the smallest modules that hold at least `least` elements not already in a chosen module below them.
 
-    Those without a forward (lists and dicts of modules) are left to the module around them: nobody would call them.
+    Those without a forward (lists and dicts of modules) are left to the module around them: nobody would call them. So
+    is what an adapter has (PEFT's have a `base_layer`): it reads, or parametrizes, weights of what it wraps.
     """
     chosen: set[nn.Module] = set()
 
-    def visit(module: nn.Module) -> int:
+    def visit(module: nn.Module, adapted: bool = False) -> int:
+        inner = adapted or isinstance(getattr(module, "base_layer", None), nn.Module)
         free = sum(p.numel() for p in module.parameters(recurse=False))
-        free += sum(visit(child) for child in module.children())
-        if free >= least and _has_forward(module):
+        free += sum(visit(child, inner) for child in module.children())
+        if free >= least and _has_forward(module) and not adapted:
             chosen.add(module)
             return 0
         return free
