@@ -38,6 +38,8 @@ def refusals() -> dict[str, str]:
     lazy = nn.Sequential(nn.LazyLinear(WIDTH), nn.Linear(WIDTH, WIDTH))
     by_memory = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     by_memory[1].weight = nn.Parameter(by_memory[0].weight.data)
+    transposed = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH))
+    transposed[1].weight = nn.Parameter(transposed[0].weight.data.T)  # as PEFT's ensure_weight_tying does
     return {
         "unknown key": told_by(lambda: ShardConfig.from_dict({"stagee": 3})),
         "stage": told_by(lambda: shard_model(toy(), {"stage": 7})),
@@ -51,6 +53,7 @@ def refusals() -> dict[str, str]:
         "lazy": told_by(lambda: shard_model(lazy, {"stage": 3})),
         "scripted": told_by(lambda: shard_model(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), {"stage": 3})),
         "by memory": told_by(lambda: shard_model(by_memory, {"stage": 3})),
+        "transposed": told_by(lambda: shard_model(transposed, {"stage": 3})),
         "class": told_by(lambda: shard_model(toy(), {"wrap": {"policy": "classes", "classes": ["Blok"]}})),
         "module": told_by(lambda: shard_model(toy(), {"wrap": {"policy": "modules", "modules": ["blocks.9"]}})),
         "ignore": told_by(lambda: shard_model(toy(), {"wrap": {"ignore": ["nothing"]}})),
@@ -71,6 +74,7 @@ WORDS = {
     "lazy": "'0.weight' has no shape yet",
     "scripted": "'0' is a RecursiveScriptModule of torch.jit",
     "by memory": "'0.weight' and '1.weight' are two parameters over the same memory",
+    "transposed": "shows the other transposed, as those of PEFT's ensure_weight_tying",
     "class": "did you mean Block (3)",
     "module": "no module named 'blocks.9'",
     "ignore": "no module named 'nothing'",

@@ -103,7 +103,8 @@ def _refuse_common_memory(parameters: list[Parameter]) -> None:
         if device == other_device and start < stop:
             raise ValueError(
                 f"{name!r} and {other!r} are two parameters over the same memory; sharded, each would have its own. "
-                "Tie them as one: register the same nn.Parameter in both places."
+                "Tie them as one: register the same nn.Parameter in both places. One that shows the other transposed, "
+                "as those of PEFT's ensure_weight_tying over embeddings in target_modules, must have memory of its own."
             )
 
 
