@@ -29,7 +29,7 @@ _EXPORTS = {
     "engine_of": "ourshard.runtime.api",
     "full_state_dict": "ourshard.runtime.api",
     "gathered": "ourshard.runtime.api",
-    "iter_full_parameters": "ourshard.runtime.api",
+    "iter_full_parameters": "ourshard.integrations.exporting",
     "load_full_state_dict": "ourshard.runtime.api",
     "reset": "ourshard.runtime.api",
     "init_context": "ourshard.runtime.lazy_init",

@@ -8,15 +8,12 @@ read. And a model that is its own reference is sharded before it computes what `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from ourshard.integrations import models
-
-Named = Iterator[tuple[str, torch.Tensor]]
+from ourshard.integrations.exporting import Named, iter_full_parameters
 
 
 def vllm_generation(module: ModuleType) -> None:
@@ -29,7 +26,7 @@ def vllm_generation(module: ModuleType) -> None:
     @functools.wraps(method)
     def iter_named_params(generation: Any) -> Named:
         sharded = models.engine_of(generation.model) is not None
-        return _whole(method, generation) if sharded else method(generation)
+        return _whole(generation) if sharded else method(generation)
 
     cls._iter_named_params = iter_named_params
 
@@ -56,17 +53,8 @@ def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
     return precompute
 
 
-def _whole(method: Callable[[Any], Named], generation: Any) -> Named:
-    """Yield (name, whole weight). Collective: every rank goes through all of them.
-
-    Adapters are merged while all weights are whole, as under DeepSpeed; without adapters one lane is whole at a time.
-    """
-    from ourshard.runtime import api
-
+def _whole(generation: Any) -> Named:
+    """Yield (name, whole weight), adapters added. Collective: every rank goes through all of them."""
     model = models.inner(generation.model)
-    if hasattr(model, "peft_config"):
-        with api.gathered(model):
-            yield from method(generation)
-        return
-    for name, value in api.iter_full_parameters(model):
+    for name, value in iter_full_parameters(model, merge_adapters=True):
         yield generation._fix_param_name_to_vllm(name), value.to(generation.accelerator.device)

@@ -26,7 +26,6 @@ __all__ = [
     "engine_of",
     "full_state_dict",
     "gathered",
-    "iter_full_parameters",
     "load_full_state_dict",
     "reset",
     "shard_model",
@@ -140,12 +139,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
         ValueError: what is missing, unexpected or of another shape; without `strict` of another shape alone.
     """
     _state.load_full_state_dict(_engine(model), state, strict)
-
-
-def iter_full_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole parameter on the CPU), one lane in memory at a time. Collective: exhaust it on every rank."""
-    for names, value in _state.iter_full(_engine(model), dtype=dtype):
-        yield names[0], value
 
 
 def reset(model: nn.Module) -> None:
