@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -35,7 +36,8 @@ def join(config: dict[str, Any], **loop: Any) -> dict[str, Any]:
                 if loop.get("evaluate"):
                     with torch.no_grad():
                         model(inputs)
-                accelerator.backward(F.cross_entropy(model(inputs), labels))
+                with accelerator.no_sync(model) if loop.get("wait") else contextlib.nullcontext():
+                    accelerator.backward(F.cross_entropy(model(inputs), labels))
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 scheduler.step()
@@ -79,6 +81,14 @@ def test_a_rank_without_batches_gives_zeros_and_keeps_its_shard_current(ranks, s
 
 def test_evaluation_and_zeroing_by_the_model_are_answered_too(ranks):
     results = ranks(2)(join, {"stage": 3, "persist_below": 0}, evaluate=True, zero_by_model=True)
+    for result in results:
+        for name, value in plain_join()["state"].items():
+            torch.testing.assert_close(result["state"][name], value, atol=1e-5, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_that_wait_are_reduced_for_the_step_on_all_ranks(ranks, stage):
+    results = ranks(2)(join, {"stage": stage, "persist_below": 100}, wait=True)
     for result in results:
         for name, value in plain_join()["state"].items():
             torch.testing.assert_close(result["state"][name], value, atol=1e-5, rtol=0, msg=name)

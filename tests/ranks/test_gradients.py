@@ -142,6 +142,47 @@ def test_gradients_are_there_right_after_backward(ranks, config):
     ranks(2)(read_whole_gradients, config)
 
 
+def look_before_a_sync(config: dict[str, Any]) -> None:
+    """Clip after each micro-batch, as loops do that do not ask whether it was the last; step with none that synced."""
+    from ourshard import clip_grad_norm_, clip_grad_value_
+
+    both = pair(config, toy, momentum)
+    for step in range(4):
+        for micro in range(3):
+            with both.engine.no_sync() if micro < 2 or step < 3 else contextlib.nullcontext():
+                both.backward(joined(3 * step + micro))
+            if step == 1:
+                wanted = nn.utils.clip_grad_norm_(both.plain.parameters(), 0.3)
+                got = clip_grad_norm_(both.sharded if micro else both.sharded.parameters(), 0.3)
+                torch.testing.assert_close(got, wanted, atol=plain_in(config), rtol=plain_in(config))
+            elif step == 2:
+                nn.utils.clip_grad_value_(both.plain.parameters(), 0.01)
+                clip_grad_value_(both.sharded.parameters(), 0.01)
+        both.step()
+        both.zero_grad()
+    both.assert_same(plain_in(config))
+
+
+@EVERY
+def test_gradients_that_wait_for_a_sync_are_there_for_a_step_and_for_clipping(ranks, config):
+    ranks(2)(look_before_a_sync, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"stage": 1},
+        {"stage": 3},
+        {"stage": 3, "accumulate": "deferred"},
+        {"stage": 3, "shard_optimizer_over": "all"},
+        {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}},
+    ],
+    ids=str,
+)
+def test_they_are_over_replicas_too(ranks, config):
+    ranks(4)(look_before_a_sync, {**config, "shard_size": 2, "persist_below": 100})
+
+
 def accumulate_on_top(config: dict[str, Any]) -> None:
     """Two backwards that both sync, and no zero_grad between."""
     both = pair(config, toy, sgd)

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ourshard.runtime.engine import Engine
+from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.in_backward import refuse_clipping, refuse_part_of
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.mesh import Axis
 from ourshard.runtime.norms import norms_of
+from ourshard.runtime.settling import bring_in_waiting
 from ourshard.runtime.shown import ShownParameter, own_of
 
 _before_clipping: OrderedDict[int, Callable[[], None]] = OrderedDict()
@@ -103,6 +104,9 @@ def _collect(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, c
         asked = _Asked([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     if changes:
         refuse_clipping(asked.by_lane)
+    for engine in [engine for engine in ENGINES if engine.unsynced]:
+        if asked.has_some_of(engine):
+            bring_in_waiting(engine)
     found = _Gradients()
     found.whole.extend(p.grad for p in asked.others if p.grad is not None)
     for lane, positions in asked.by_lane.items():
@@ -126,6 +130,10 @@ class _Asked:
                 self.by_lane.setdefault(parameter._lane, set()).add(parameter._position)
             else:
                 self.others.append(parameter)
+
+    def has_some_of(self, engine: Engine) -> bool:
+        others = set(map(id, self.others))
+        return any(lane in self.by_lane or not others.isdisjoint(map(id, lane.resting)) for lane in engine.lanes())
 
 
 def _with_gradient(parameter: torch.Tensor) -> torch.Tensor:

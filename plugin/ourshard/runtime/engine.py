@@ -61,6 +61,7 @@ class Engine:
     """
 
     as_sharded: dict[str, Mark]  # frozen parameters that a checkpoint may leave out: frozen.py
+    unsynced = False  # a backward did not sync, and none has since: Note [Gradients that wait] in settling.py
     _held_once: tuple[Unit, ...] = ()  # in the backward before, while graphs of that time are left: `begin_backward`
 
     def __init__(
@@ -352,8 +353,7 @@ class Engine:
         self.schedule.end()
         for unit in behind if self.sync_backward else self.units:
             unit.put_aside()
-        if self.sync_backward:
-            settle(self, behind)
+        settle(self, behind)
         self.phase_is_backward = False
         if self.inputs is not None and not self._left:
             self.inputs.end_backward()

@@ -132,8 +132,7 @@ class Seat(Joinable):
             engine.streams.join()
             engine.in_flight.forget()
             engine.phase_is_backward = False
-            if engine.sync_backward:
-                settle(engine, engine.units)
+            settle(engine, engine.units)
         elif verb == Action.REDUCE.value:
             engine.perform(Event(Action.REDUCE, numbers[0]))
         else:

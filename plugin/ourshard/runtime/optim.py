@@ -30,6 +30,7 @@ from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane,
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
 from ourshard.runtime.probe import TRIALS, can_step_in_turns, needs_whole, steps_each_alone
 from ourshard.runtime.run import Run, keep_runs
+from ourshard.runtime.settling import bring_in_waiting
 from ourshard.runtime.shown import take_own, take_writes
 from ourshard.runtime.states import refuse_to_cut
 
@@ -300,6 +301,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         take_writes(engine.held)
     bring_up_to_date(optimizer)
     _refuse_in_hooks(optimizer)
+    bring_in_gradients(optimizer)
     known = _ADOPTED[optimizer]
     if not known.stepped:  # it is about to make its state
         _refuse_scaler_of_torch(optimizer)
@@ -396,6 +398,12 @@ def bring_up_to_date(optimizer: Optimizer) -> None:
         for run in [run for lane in engine.lanes() for run in lane.runs if run.uneven and run.optimizer() is not None]:
             run.hand_out()
     _ADOPTED[optimizer].count = _count(optimizer)
+
+
+def bring_in_gradients(optimizer: Optimizer) -> None:
+    """Reduce gradients that wait for a backward that syncs: Note [Gradients that wait] in settling.py."""
+    for engine in engines_of(optimizer):
+        bring_in_waiting(engine)
 
 
 def _end_failed_step(optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ourshard.runtime.coded_gradients import rescale_residuals
 from ourshard.runtime.engine import ENGINES
 from ourshard.runtime.in_backward import NO_SCALING
-from ourshard.runtime.optim import bring_up_to_date, engines_of, show_gradients
+from ourshard.runtime.optim import bring_in_gradients, bring_up_to_date, engines_of, show_gradients
 
 
 class ShardGradScaler(GradScaler):
@@ -62,6 +62,7 @@ class ShardGradScaler(GradScaler):
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         bring_up_to_date(optimizer)
+        bring_in_gradients(optimizer)
         if any(engine.in_backward is not None for engine in engines_of(optimizer)):
             raise RuntimeError(NO_SCALING)
         show_gradients(optimizer)

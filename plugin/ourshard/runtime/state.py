@@ -80,6 +80,7 @@ def _take_gradients(engine: Engine) -> None:
     if not engine.require_sync:
         for unit in engine.units:
             unit.put_aside()
+        engine.unsynced = True
         return
     engine.sync_backward = True
     for unit in engine.units:
