@@ -269,6 +269,49 @@ def test_a_users_own_optimizer_works_or_is_refused_by_what_it_does(ranks, config
         assert ("Normed" in message) == (config["stage"] > 0)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and goes half of the way each second time. torch's constructor is not called."""
+
+    elementwise = True
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+        self.steps = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+        self.steps += 1
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            slow = self.state[p].setdefault("slow", p.clone())
+            if self.steps % 2 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def lookahead(parameters: Any) -> torch.optim.Optimizer:
+    return Lookahead(momentum(parameters))
+
+
+def wrapping_optimizer(config: dict[str, Any]) -> None:
+    from ourshard import adopt_optimizer
+
+    for early in (True, False):
+        both = pair(config, toy, lookahead)
+        if early:
+            adopt_optimizer(both.optimizer)
+        both.train(5)
+        both.assert_same()
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), THERE], ids=[*CONFIGS.keys(), "offload"])
+def test_an_optimizer_around_another_steps_as_in_one_process(ranks, config):
+    ranks(2)(wrapping_optimizer, config)
+
+
 def step_in_backward(config: dict[str, Any]) -> str:
     """Give each parameter an optimizer, which a hook steps as soon as the gradient is there."""
     from ourshard import shard_model

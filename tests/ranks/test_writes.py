@@ -103,6 +103,49 @@ def test_a_write_into_a_resting_parameter_is_right_or_refused_by_name(ranks, con
             assert "writeback=True" in message
 
 
+def write_groups(config: dict[str, Any]) -> None:
+    """Change masters by the groups of the optimizer: before a forward, an evaluation, `gathered`, and the next step."""
+    from ourshard import gathered
+
+    both = pair(config, toy, sgd)
+    models, optimizers = (both.plain, both.sharded), (both.plain_optimizer, both.optimizer)
+    for step in range(4):
+        both.backward(joined(step))
+        both.step()
+        both.zero_grad()
+        with torch.no_grad():
+            for optimizer in optimizers:
+                for p in [p for group in optimizer.param_groups for p in group["params"]]:
+                    p.mul_(0.9)
+            if step == 1:
+                shown = [model(joined(9)) for model in models]
+                torch.testing.assert_close(shown[1], shown[0], atol=1e-6, rtol=0)
+            elif step == 2:
+                shown = [model.blocks[1](joined(9)) for model in models]
+                torch.testing.assert_close(shown[1], shown[0], atol=1e-6, rtol=0)
+            elif step == 3:
+                both.plain.last.weight[0].zero_()
+                with gathered(both.sharded, writeback=True):
+                    both.sharded.last.weight[0].zero_()
+    both.train(1, first=4)
+    both.assert_same()
+
+
+TIERS = {
+    "host": {"stage": 2, "persist_below": 0, "offload": {"optimizer": "cpu"}},
+    "shard beside the host": {"stage": 3, "persist_below": 0, "offload": {"optimizer": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("config", [*TOY.values(), *TIERS.values()], ids=[*TOY, *TIERS])
+def test_what_is_written_to_the_groups_of_an_optimizer_is_in_the_next_forward(ranks, config):
+    ranks(2)(write_groups, config)
+
+
+def test_a_secondary_shard_follows_writes_to_groups(ranks):
+    ranks(4)(write_groups, {"stage": 3, "persist_below": 0, "secondary_shard_size": 2})
+
+
 def save_by_hand(stage: int, folder: Path) -> None:
     """Save what a user may get hold of with safetensors itself: whole tensors that share nothing, or a refusal."""
     import ourshard

@@ -33,6 +33,7 @@ from ourshard.offload.preflight import why_not
 from ourshard.runtime import api, control
 from ourshard.runtime.in_backward import NO_CLIPPING, NO_SCALING
 from ourshard.runtime.scaler import ShardGradScaler
+from ourshard.runtime.step_hooks import add_hooks
 from ourshard.runtime.wording import counted
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ class ShardAcceleratorMixin(SavingMixin, JoiningMixin, _Base):
     ) -> ShardOptimizer:
         """Let the optimizer update this rank's masters. Its state lives where they do, so accelerate places nothing."""
         refuse_fused_backward(optimizer)
+        add_hooks(optimizer)  # before anything keeps its step
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         prepared = with_sharding(prepared, self.ourshard_plugin.gradient_clipping, self._trained)
         api.adopt_optimizer(prepared.optimizer)

@@ -44,7 +44,7 @@ from ourshard.runtime.settling import settle
 from ourshard.runtime.shown import hide_gradients, show, show_gradients, take_shown, take_writes
 from ourshard.runtime.streams import Streams, profiler_range
 from ourshard.runtime.unit import Unit
-from ourshard.runtime.wording import counted
+from ourshard.runtime.writing import agree_on_writes, take_group_writes
 
 logger = logging.getLogger("ourshard")
 
@@ -190,11 +190,7 @@ class Engine:
             self.follow_requires_grad()
             if self.inputs is not None:
                 self.inputs.begin_forward()
-        if self.writes:
-            self.control.agree(
-                f"the first forward after {counted(self.writes, 'write')} of parameters (copy_, load_state_dict)"
-            )
-            self.writes = 0
+        agree_on_writes(self)
         self._bring_in_unsharded()
         for lane in self.lanes():
             if lane.placement.whole and not lane.direct:  # the user may have written to the masters he holds
@@ -242,7 +238,10 @@ class Engine:
 
     def read_sync(self) -> None:
         """Let a module that is called on its own train the parameters, and sync, as one of the whole model would."""
-        if self.outside_of_forward and torch.is_grad_enabled():
+        if not self.outside_of_forward:
+            return
+        take_group_writes(self)
+        if torch.is_grad_enabled():
             self.sync_backward = self.require_sync
             if not self._doors:
                 take_shown(self.held)

@@ -33,6 +33,7 @@ from ourshard.runtime.run import Run, keep_runs
 from ourshard.runtime.settling import bring_in_waiting
 from ourshard.runtime.shown import take_own, take_writes
 from ourshard.runtime.states import refuse_to_cut
+from ourshard.runtime.step_hooks import add_hooks
 
 
 class _Adopted:
@@ -63,6 +64,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     Works before and after the first step, and keeps state that exists. Raises `ValueError` for an optimizer that can
     step neither flat rows nor whole parameters one by one, where masters are shards.
     """
+    add_hooks(optimizer)
     take_own(optimizer)
     whole: bool | None = None  # not known yet
     for group in optimizer.param_groups:
@@ -467,6 +469,7 @@ def writing_masters(optimizer: Optimizer) -> Iterator[None]:
     for engine in engines:
         engine.land_masters()
     yield
+    _outdate_graphs(optimizer)
     for engine in engines:
         engine.masters_changed()
 

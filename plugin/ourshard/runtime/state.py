@@ -18,7 +18,7 @@ from ourshard.runtime.settling import settle
 from ourshard.runtime.shown import hide_gradients, show, show_gradients, take_writes
 from ourshard.runtime.unit import Unit
 from ourshard.runtime.wrap import canonical
-from ourshard.runtime.writing import take_whole, write_whole
+from ourshard.runtime.writing import take_group_writes, take_whole, write_whole
 
 _EXTRA_STATE = "_extra_state"  # as torch names it
 
@@ -107,6 +107,7 @@ def check_no_writes(engine: Engine) -> None:
 def _close_forward(engine: Engine) -> None:
     """Let no leaf be as a forward left it, and each as its parameter: Note [Shown leaves] in shown.py."""
     hide_gradients(engine.held)
+    take_group_writes(engine)
     if engine.outside_of_forward:
         engine.follow_requires_grad()
 

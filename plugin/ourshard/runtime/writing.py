@@ -4,6 +4,10 @@ Note [Writing]
 Each rank is given the same whole tensor and takes its rows: `load_state_dict`, `parameter.copy_(whole)`, PEFT's
 `load_adapter`. A rank that writes while another does not would leave rows of two versions in one parameter; therefore
 the first forward after a write is agreed on, and ranks that wrote differently often are told so there.
+
+Who writes in place to what the groups of an optimizer hold (a decay of his own, limits for weights, an optimizer around
+another) writes masters. torch counts that, and the next forward or `gathered` takes it in. Not what goes past the
+count, by `.data`: up to stage 2 that is seen after the next step.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import torch
 
 from ourshard.runtime.lazy import source_of
 from ourshard.runtime.placement import At
+from ourshard.runtime.wording import counted
 
 if TYPE_CHECKING:
+    from ourshard.runtime.engine import Engine
     from ourshard.runtime.lane import Lane
 
 
@@ -43,6 +49,25 @@ def take_whole(lane: Lane) -> None:
     seen = (lane.full.tensor if lane.placement.whole else lane.own).to(lane.master.device)
     changed = seen != lane.master.to(lane.compute_dtype)
     torch.where(changed, seen.to(lane.store_dtype), lane.master, out=lane.master)
+
+
+def agree_on_writes(engine: Engine) -> None:
+    """Take in what was written to groups, and see that all ranks wrote as often: Note [Writing]."""
+    take_group_writes(engine)
+    if engine.writes:
+        writes = counted(engine.writes, "write")
+        engine.control.agree(f"the first forward after {writes} of parameters (copy_, load_state_dict)")
+        engine.writes = 0
+
+
+def take_group_writes(engine: Engine) -> None:
+    """Forget whole parameters of whose masters optimizer groups were written to since the last step: Note [Writing]."""
+    for unit in engine.units:
+        for lane in unit.lanes:
+            for run in lane.runs:
+                if run.version != run.parameter._version:
+                    torch.autograd.graph.increment_version(run.newly_stepped())
+                    written(lane)
 
 
 def written(lane: Lane) -> None:
