@@ -5,6 +5,7 @@ Cases A08, D05 of CASES.md: calls under `if rank == 0`.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -75,3 +76,43 @@ def test_a_call_on_one_rank_alone_is_an_error_that_names_where_all_are(ranks, ca
     told = next(text for text in ended.stderr if "The ranks are in different places" in text)
     assert of_first in told.split("rank 0: ")[1].split("\n")[0]
     assert of_second in told.split("rank 1: ")[1].split("\n")[0]
+
+
+def leave_out(what: str, config: dict[str, Any]) -> None:
+    """Train four steps; on rank 1 one step is left out, or the loop is left."""
+    from accelerate import Accelerator
+
+    enable(config)
+    accelerator = Accelerator()
+    model = tiny()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs, labels = rows()[:4]
+    for number in range(4):
+        alone = number == 1 and dist.get_rank() == 1
+        if alone and what == "loop":
+            break
+        accelerator.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
+        if not alone:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_one_rank_leaves_out_is_an_error(ranks, stage):
+    """Its rows would be of other weights than those of the others, from then on."""
+    ended = ranks(2, fresh=True)(leave_out, "step", {"stage": stage, "persist_below": 50}, timeout=60)
+    assert all(code != 0 for code in ended.exitcodes), ended.stderr
+    for told in ended.stderr:
+        assert re.search(r"rank 0: .*, step 2\n", told), told
+        assert re.search(r"rank 1: .*, step 1\n", told), told
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_came_to_its_end_is_named_by_those_that_wait_for_it(ranks, stage):
+    """D02: a loop with fewer batches on one rank, whose script then ends without an error."""
+    ended = ranks(2, fresh=True)(leave_out, "loop", {"stage": stage, "persist_below": 50}, timeout=60)
+    assert ended.exitcodes[0] != 0
+    assert ended.exitcodes[1] == 0, ended.stderr[1]
+    told = ended.stderr[0].strip().splitlines()[-1]
+    assert "Rank 1 came to the end of the script, and rank 0 waits in: " in told
+    assert "step 1. Every rank must run as many batches" in told

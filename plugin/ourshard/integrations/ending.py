@@ -32,7 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ourshard.integrations import stopping
-from ourshard.runtime.control import stop_watching
+from ourshard.runtime.control import DesyncError, stop_watching
 from ourshard.runtime.engine import ENGINES
 from ourshard.runtime.graphs import let_go_of_graphs
 from ourshard.runtime.mesh import let_go, let_go_of_all
@@ -95,7 +95,9 @@ def _on_exception(show: Callable[..., Any]) -> Callable[..., None]:
 
 
 def about_a_lost_connection(error: BaseException) -> bool:
-    """Return whether an exception, or what it was raised from, only says that another rank has gone."""
+    """Return whether an exception, or what it was raised from, only says that another rank has gone, and not why."""
+    if isinstance(error, DesyncError):
+        return False
     seen: BaseException | None = error
     while seen is not None:
         text = str(seen).lower()

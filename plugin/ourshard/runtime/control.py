@@ -13,6 +13,9 @@ no collective can ever complete: the waiting ranks raise, naming who is where.
 So does a rank that waits in a collective of the model itself, where the host is what waits (gloo). There a rank may
 be ahead of another that a slow link still serves; so it raises at once only if all have begun as many waits as it has,
 and else when nothing has changed for `UNEVEN_AFTER` seconds.
+
+A rank whose script is over says so, too: what is left of the others' collectives then fails, and they name that rank.
+Where a phase begins, ranks say how many steps there were: one that left a step out has rows of other weights.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -66,10 +69,24 @@ class Waiting:
         self.number = watch.begun = watch.begun + 1
         watch.current = self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         if kind is None:
             self._watch.last = self.label
             self._watch.current = None
+        elif isinstance(error, RuntimeError) and not isinstance(error, DesyncError):
+            ended = self._watch.ended()
+            if ended:
+                raise DesyncError(_left_alone(self.label, self._watch.rank, ended)) from error
+
+
+def _left_alone(label: str, rank: int, ended: list[int]) -> str:
+    names = " and rank ".join(map(str, ended))
+    return (
+        f"Rank {names} came to the end of the script, and rank {rank} waits in: "
+        f"{label}. Every rank must run as many batches (let the Accelerator prepare the data loader, or put "
+        "`accelerator.join_uneven_inputs` around the loop) and make the same calls; look for a `break`, `continue`, "
+        "exit or `is_main_process` on one rank."
+    )
 
 
 class Word(NamedTuple):
@@ -90,6 +107,8 @@ class Watch:
         self.rank = rank
         self.world = world
         self._store = dist.PrefixStore("ourshard/waits", store)
+        with suppress(Exception):  # there is nothing to delete
+            self._store.delete_key(f"ended/{rank}")  # by an earlier group of this process
         self.current: Waiting | None = None
         self.begun = 0  # waits of this process
         self._seen: tuple[Waiting | None, float] = None, 0.0  # what was current when the thread last looked, and since
@@ -100,9 +119,17 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; it may be in the middle of a word to the store."""
+        """End the thread; it may be in the middle of a word to the store. Tell the others that this rank ends."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
+        with suppress(Exception):  # the store may be gone
+            self._store.set(f"ended/{self.rank}", "")
+
+    def ended(self) -> list[int]:
+        """Return the ranks that came to their end."""
+        with suppress(Exception):
+            return [rank for rank in range(self.world) if self._store.check([f"ended/{rank}"])]
+        return []
 
     def _run(self) -> None:
         while not self._stopped.wait(1.0):
@@ -189,6 +216,7 @@ class Control:
         self.rank = mesh.world.rank
         self.world = mesh.world.size
         self.agreements = 0
+        self.steps = 0  # that optimizers have made; part of what is declared
         self.meter: Meter | None = None  # the engine's, while it measures
         self._declared: _Exchange | None = None
         self._silent = False
@@ -260,7 +288,7 @@ class Control:
         assert self._declared is None, self._declared
         if self.group is None or self._silent:
             return
-        self._declared = _Exchange(label, self.world, self.group)
+        self._declared = _Exchange(f"{label}, step {self.steps}", self.world, self.group)
 
     def confirm(self) -> None:
         """Raise `DesyncError` unless all ranks have declared the same. Waits for those that have not yet."""

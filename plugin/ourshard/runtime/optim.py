@@ -437,6 +437,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         steps.after_step(optimizer)
     _outdate_graphs(optimizer)
     for engine in engines_of(optimizer):
+        engine.control.steps += 1
         engine.masters_changed([lane for lane in sent if lane.unit.engine is engine])
 
 
