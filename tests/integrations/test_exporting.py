@@ -65,6 +65,15 @@ def test_adapters_are_added_to_weights_that_have_the_names_of_the_base(ranks: An
         torch.testing.assert_close(value, wanted[name].detach(), atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_units_inside_of_units_are_handed_out_once(ranks: Any) -> None:
+    wanted = dict(adapted("LoRA").merge_and_unload().named_parameters())
+    nested = {"stage": 3, "wrap": {"policy": "classes", "classes": ["LlamaDecoderLayer", "LlamaMLP"]}}
+    (found, _, _), _ = ranks(2)(exported, "LoRA", nested)
+    assert set(found) == set(wanted)
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name].detach(), atol=1e-6, rtol=0)
+
+
 def refused() -> str:
     import ourshard
     from peft import PromptTuningConfig, TaskType, get_peft_model

@@ -49,24 +49,16 @@ def _merged(engine: Engine, model: Any, dtype: torch.dtype | None, wanted: bool)
         )
     prefix = "base_model.model." if hasattr(model, "base_model") and hasattr(model.base_model, "model") else ""
     base = model.get_submodule(prefix.rstrip(".")) if prefix else model
-    inside: set[str] = set()
-    modules = [module for unit in engine.units if not unit.rooted for module in unit.modules]
-    places = {id(module): name for name, module in base.named_modules()}
-    for module in modules:
-        place = f"{places[id(module)]}." if places[id(module)] else ""
-        inside.update(place + name for name, _ in module.named_parameters())
-        yield from _of_part(module, place, None, dtype, wanted)
-    rest = {name for name, _ in base.named_parameters()} - inside
-    yield from _of_part(base, "", rest, dtype, wanted)
-
-
-def _of_part(module: nn.Module, place: str, names: set[str] | None, dtype: torch.dtype | None, wanted: bool) -> Named:
-    """Yield what a module has, merged, under the names of the base model."""
-    known = {name for name, _ in module.named_parameters()} if names is None else names
-    state = part_state(module, "iter_full_parameters, merged", names=known, dtype=dtype, keep=wanted)
-    merged = _merge(module, state) if wanted else {}
-    for name, value in merged.items():
-        yield place + name, value
+    units = {id(module) for unit in engine.units if not unit.rooted for module in unit.modules}
+    parts = [(name, module) for name, module in base.named_modules() if id(module) in units]
+    done: set[str] = set()  # of a unit inside of another one, or of the root
+    for place, module in [*parts, ("", base)]:
+        start = f"{place}." if place else ""
+        names = {name for name, _ in module.named_parameters() if start + name not in done}
+        done.update(start + name for name in names)
+        state = part_state(module, "iter_full_parameters, merged", names=names, dtype=dtype, keep=wanted)
+        for name, value in (_merge(module, state) if wanted else {}).items():
+            yield start + name, value
 
 
 @torch.no_grad()
