@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ourshard.values import build, convert, settle, to_plain, unknown_key
+from ourshard.values import UnknownKey, build, convert, settle, to_plain, unknown_key
 
 
 class WrapPolicy(str, Enum):
@@ -446,7 +446,10 @@ class ShardConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardConfig:
         """Build from nested mappings, as YAML gives them. Raises `ValueError` on unknown keys and wrong types."""
-        config: ShardConfig = build(cls, values, "")
+        try:
+            config: ShardConfig = build(cls, values, "")
+        except UnknownKey as error:
+            raise error.placed(config_keys()) from None
         return config
 
     def to_dict(self) -> dict[str, Any]:

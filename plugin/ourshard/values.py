@@ -88,6 +88,22 @@ def unknown_key(key: str, known: typing.Iterable[str], prefix: str = "") -> str:
     return f"Unknown key {prefix + key!r} in the ourshard config.{hint}"
 
 
+class UnknownKey(ValueError):
+    """A key that its section of the config does not have."""
+
+    def __init__(self, key: str, known: typing.Iterable[str], prefix: str) -> None:
+        super().__init__(unknown_key(key, known, prefix))
+        self.key, self.prefix = key, prefix
+
+    def placed(self, keys: typing.Iterable[str]) -> ValueError:
+        """Return the error to raise where `keys` are all of the config, dotted: it names the key's own section."""
+        places = [key for key in keys if key.rpartition(".")[2] == self.key]
+        if not places:
+            return self
+        meant = " or ".join(map(repr, places))
+        return ValueError(f"Unknown key {self.prefix + self.key!r} in the ourshard config. Did you mean {meant}?")
+
+
 def is_number(value: Any, *, whole: bool = False) -> bool:
     """Tell whether `value` is a finite number, and no truth value; with `whole`, a whole one."""
     kind = numbers.Integral if whole else numbers.Real
@@ -104,7 +120,7 @@ def build(cls: type, values: Any, prefix: str) -> Any:
     hints = hints_of(cls)
     unknown = [key for key in values if key not in hints]
     if unknown:
-        raise ValueError(unknown_key(str(unknown[0]), hints, prefix))
+        raise UnknownKey(str(unknown[0]), hints, prefix)
     return cls(**{key: convert(hints[key], value, prefix + key) for key, value in values.items()})
 
 

@@ -28,6 +28,9 @@ from torch import nn
     [
         ({"shard_size": 2.5}, "shard_size: expected a whole number, got 2.5"),
         ({"offload": "cpu"}, "offload: expected keys and values, got 'cpu'. Its keys: optimizer, params,"),
+        ({"overlap_step": True}, r"'overlap_step' in the ourshard config\. Did you mean 'offload.overlap_step'\?"),
+        ({"optimizer": "cpu"}, r"Did you mean 'offload.optimizer'\?"),
+        ({"offload": {"keep_last": 4}}, r"'offload.keep_last' in the ourshard config\. Did you mean 'keep_last'\?"),
         ({"mixed_precision": "bf16"}, "'mixed_precision' .* It is Accelerate's: it stands beside ourshard_config"),
     ],
 )
