@@ -44,6 +44,9 @@ def exported(kind: str, config: dict[str, Any]) -> tuple[dict[str, torch.Tensor]
     before = ourshard.full_state_dict(model)
     rank = torch.distributed.get_rank()
     found = dict(ourshard.iter_full_parameters(model, merge_adapters=True, wanted=rank == 0))
+    plain_names = [name for name, _ in ourshard.iter_full_parameters(model, wanted=rank == 0)]
+    assert bool(plain_names) == (rank == 0)
+    assert set(plain_names) <= set(before)
     after = ourshard.full_state_dict(model)
     same = all(torch.equal(before[name], after[name]) for name in before)
     ids = torch.arange(3, 15)[None]

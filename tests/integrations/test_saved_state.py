@@ -28,6 +28,16 @@ class Uneven(nn.Module):
         return self.body(rows) * self.scale + self.none.sum()
 
 
+def train(model: Any, optimizer: Any) -> list[float]:
+    losses = []
+    for _ in range(2):
+        losses.append(model(torch.ones(2, 5)).square().sum())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
 def uneven(root: str, kind: type[torch.optim.Optimizer]) -> tuple[list[float], list[float]]:
     """Return the losses after a whole save, and after it was loaded at another stage."""
     from accelerate import Accelerator
@@ -37,15 +47,6 @@ def uneven(root: str, kind: type[torch.optim.Optimizer]) -> tuple[list[float], l
         accelerator = Accelerator(ourshard_plugin=ShardPlugin({"stage": stage, "persist_below": 0, **FULL}))
         model = Uneven()
         return accelerator, *accelerator.prepare(model, kind(model.parameters(), lr=0.1))
-
-    def train(model: Any, optimizer: Any) -> list[float]:
-        losses = []
-        for _ in range(2):
-            losses.append(model(torch.ones(2, 5)).square().sum())
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [loss.item() for loss in losses]
 
     accelerator, model, optimizer = made(3)
     train(model, optimizer)
@@ -222,15 +223,6 @@ def from_one_dtype_of_masters_to_another(root: str, kind: str, sharded: bool) ->
         model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         more = {"eps": (1e-9, 1e-3)} if kind == "Adafactor" else {}  # its own depends on the dtype
         return accelerator, *accelerator.prepare(model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **more))
-
-    def train(model: Any, optimizer: Any) -> list[float]:
-        losses = []
-        for _ in range(2):
-            losses.append(model(torch.ones(2, 5)).square().sum())
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [loss.item() for loss in losses]
 
     accelerator, model, optimizer = made("float32")
     train(model, optimizer)

@@ -10,9 +10,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from ourshard.config import OffloadConfig, Tier
+from ourshard.config import OffloadConfig, ShardConfig, Tier
 from ourshard.runtime import host as host_module
 from ourshard.runtime.host import HostMemory, PinBudget, memory_for_offload
+from ourshard.runtime.inputs import on_host
+from ourshard.runtime.streams import Streams
 
 PAGE = 4096
 GPU = torch.device("cuda", 0)
@@ -99,6 +101,14 @@ def test_no_more_is_pinned_than_the_budget_of_all_allows(driver: Driver, monkeyp
     inputs.give_back(buffers[2])
     assert inputs.take(2000, torch.uint8).data_ptr() in driver.registered
     assert lanes.pinned_nbytes + inputs.pinned_nbytes == 7000 == sum(driver.registered.values())
+
+
+def test_the_budget_is_that_of_the_config(driver: Driver) -> None:
+    offload = {"optimizer": "cpu", "activations": "cpu", "max_pinned": 5000}
+    config = ShardConfig.from_dict({"activation_checkpointing": True, "offload": offload})
+    lanes, _ = on_host(config, Streams(torch.device("cpu")), GPU, None)
+    assert lanes is not None
+    assert [lanes.take(4000, torch.uint8).data_ptr() in driver.registered for _ in range(2)] == [True, False]
 
 
 def test_nothing_is_pinned_where_the_config_says_so(driver: Driver) -> None:

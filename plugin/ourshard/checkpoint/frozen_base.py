@@ -34,7 +34,9 @@ def left_out(engine: Engine) -> dict[str, int]:
     changed = engine.control.any_of([name not in same for name in names], "save: which weights are as they were")
     left = {name for name, is_changed in zip(names, changed, strict=True) if not is_changed}
     known = _known.setdefault(engine, {})
-    known.update(_checksums(engine, [each for each in portions_of(engine) if each.name in left - known.keys()]))
+    new = left - known.keys()
+    if new:
+        known.update(_checksums(engine, [each for each in portions_of(engine) if each.name in new]))
     return {name: known[name] for name in names if name in left}
 
 
@@ -54,8 +56,12 @@ def without_left_out(
     description: Description, portions: Iterable[Portion], names: Collection[str]
 ) -> tuple[list[Portion], list[Portion]]:
     """Return the portions without those that a checkpoint left out, and these; `names` are of what it has."""
-    left = [each for each in portions if each.name not in names and _there(description, each) is not None]
-    return [each for each in portions if each not in left], left
+    left: list[Portion] = []
+    here: list[Portion] = []
+    for each in portions:
+        is_left = each.name not in names and _there(description, each) is not None
+        (left if is_left else here).append(each)
+    return here, left
 
 
 def _there(description: Description, portion: Portion) -> int | None:

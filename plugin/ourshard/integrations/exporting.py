@@ -10,7 +10,7 @@ from torch import nn
 
 from ourshard.integrations import models
 from ourshard.runtime import state as _state
-from ourshard.runtime.api import engine_of
+from ourshard.runtime.api import sharded_engine
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.on_host import showing
 from ourshard.runtime.part import part_state
@@ -31,9 +31,7 @@ def iter_full_parameters(
     Raises:
         ValueError: the model is not sharded, or its adapters have no sum with weights (prompts, prefixes).
     """
-    engine = engine_of(model)
-    if engine is None:
-        raise ValueError(f"iter_full_parameters: {type(model).__name__} is not sharded by ourshard.")
+    engine = sharded_engine(model)
     inner = models.inner(model)
     if merge_adapters and hasattr(inner, "peft_config"):
         yield from _merged(engine, inner, dtype, wanted)
@@ -43,12 +41,13 @@ def iter_full_parameters(
 
 
 def _merged(engine: Engine, model: Any, dtype: torch.dtype | None, wanted: bool) -> Named:
+    from peft import PeftModel
+
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         raise ValueError(
             "iter_full_parameters: merge_adapters: prompts and prefixes have no sum with weights; leave it out."
         )
-    prefix = "base_model.model." if hasattr(model, "base_model") and hasattr(model.base_model, "model") else ""
-    base = model.get_submodule(prefix.rstrip(".")) if prefix else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     units = {id(module) for unit in engine.units if not unit.rooted for module in unit.modules}
     parts = [(name, module) for name, module in base.named_modules() if id(module) in units]
     done: set[str] = set()  # of a unit inside of another one, or of the root

@@ -69,7 +69,8 @@ def engine_of(model: nn.Module) -> Engine | None:
     return engine if isinstance(engine, Engine) else None
 
 
-def _engine(model: nn.Module) -> Engine:
+def sharded_engine(model: nn.Module) -> Engine:
+    """Return the engine of a model. Raises `ValueError` where it has none."""
     engine = engine_of(model)
     if engine is None:
         raise ValueError(
@@ -127,7 +128,9 @@ def full_state_dict(
         rank0_only: the other ranks take part and get an empty dict, which saves host memory.
         trainable_only: leave frozen parameters, buffers and extra states out.
     """
-    return _state.full_state_dict(_engine(model), dtype=dtype, rank0_only=rank0_only, trainable_only=trainable_only)
+    return _state.full_state_dict(
+        sharded_engine(model), dtype=dtype, rank0_only=rank0_only, trainable_only=trainable_only
+    )
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -138,9 +141,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: boo
     Raises:
         ValueError: what is missing, unexpected or of another shape; without `strict` of another shape alone.
     """
-    _state.load_full_state_dict(_engine(model), state, strict)
+    _state.load_full_state_dict(sharded_engine(model), state, strict)
 
 
 def reset(model: nn.Module) -> None:
     """Make a sharded model usable again after an exception that was caught. Gradients are dropped."""
-    _engine(model).reset()
+    sharded_engine(model).reset()

@@ -314,17 +314,17 @@ class Control:
         """Return, for each flag, whether any rank set it. Collective; all ranks give the same number of flags."""
         if self.group is None or self._silent:
             return flags
-        told = torch.tensor(flags, dtype=torch.uint8)
-        self._wait(dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True), label)
-        return told.bool().tolist()  # type: ignore[no-any-return]
+        return self._reduced(torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, label).bool().tolist()  # type: ignore[no-any-return]
 
     def add(self, numbers: list[int], label: str) -> list[int]:
         """Return the sums over ranks, modulo 2^64 with a sign. Collective; all ranks give as many numbers."""
         if self.group is None or self._silent:
             return numbers
-        told = torch.tensor(numbers, dtype=torch.int64)
-        self._wait(dist.all_reduce(told, group=self.group, async_op=True), label)
-        return told.tolist()  # type: ignore[no-any-return]
+        return self._reduced(torch.tensor(numbers, dtype=torch.int64), dist.ReduceOp.SUM, label).tolist()  # type: ignore[no-any-return]
+
+    def _reduced(self, told: torch.Tensor, op: dist.ReduceOp.RedOpType, label: str) -> torch.Tensor:
+        self._wait(dist.all_reduce(told, op=op, group=self.group, async_op=True), label)
+        return told
 
     def gather_objects(self, value: object, label: str) -> list[object]:
         """Return every rank's `value`, in rank order. Collective; for messages, not for tensors."""
