@@ -39,7 +39,8 @@ class ShardProfilerCallback(TrainerCallback):
 
     Each rank writes `trace-rank-N.json.gz` into `folder`, for Perfetto or chrome://tracing. Rank 0 prints a table of
     all ranks, and writes it with the times of each unit as `profile.json`. Outside of the window nothing is recorded.
-    Training is not changed. Without ourshard there are no units.
+    Training is not changed. Without ourshard there are no units. Where Kineto recorded nothing (it drops what its
+    clock puts out of the window), a warning names the ranks and there is no table.
 
     Args:
         wait: optimizer steps without a profiler, counted from where training begins or goes on.
@@ -64,6 +65,7 @@ class ShardProfilerCallback(TrainerCallback):
         self._begun = 0  # steps of this training
         self._recording: Any = None
         self._mine: Profile | None = None
+        self._is_over = False
         self._rank = 0
 
     # ---- events --------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ class ShardProfilerCallback(TrainerCallback):
         """Begin to count steps."""
         self._begun = 0
         self._stop()  # of a training that raised
-        self._mine, self.profiles, self._rank = None, [], args.process_index
+        self._mine, self._is_over, self.profiles, self._rank = None, False, [], args.process_index
         self.folder = self.folder or Path(args.output_dir, "profile")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -89,7 +91,7 @@ class ShardProfilerCallback(TrainerCallback):
         if self._recording is None:
             return
         self._recording.step()
-        if self._mine is not None:
+        if self._is_over:
             self._stop()
             self._tell(model)
 
@@ -114,20 +116,25 @@ class ShardProfilerCallback(TrainerCallback):
         self.folder.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(self.folder / f"trace-rank-{self._rank}.json.gz"))
         self._mine = read(recorded.profiler.kineto_results.events(), self.active)
+        self._is_over = True
 
     def _tell(self, model: Any) -> None:
         """Gather the profiles of all ranks, and show them on rank 0. Collective."""
         engine, mine = engine_of(model), self._mine
-        self.profiles = gather_object([mine]) if engine is None else engine.control.gather_objects(mine, "profiles")  # type: ignore[assignment]
-        if self._rank == 0:
+        found: Any = gather_object([mine]) if engine is None else engine.control.gather_objects(mine, "profiles")
+        without = [rank for rank, each in enumerate(found) if each is None]
+        self.profiles = [] if without else list(found)
+        if without and self._rank == 0:
+            logger.warning("ShardProfilerCallback: torch's profiler recorded no step on ranks %s; no table.", without)
+        elif self._rank == 0:
             assert self.folder is not None
-            found = [asdict(each) for each in self.profiles]
-            (self.folder / "profile.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            told = [asdict(each) for each in self.profiles]
+            (self.folder / "profile.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
             show(self.profiles, self.folder)
 
 
-def read(events: Any, steps: int) -> Profile:
-    """Return where `steps` steps went, by what Kineto recorded of this rank."""
+def read(events: Any, steps: int) -> Profile | None:
+    """Return where `steps` steps went, by what Kineto recorded of this rank; None where it recorded no step."""
     on_gpu = any(_is_kernel(event) for event in events)
     spans: dict[str, list[timeline.Span]] = defaultdict(list)
     units: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -145,6 +152,8 @@ def read(events: Any, steps: int) -> Profile:
         verb, _, unit = name.removeprefix(timeline.RANGE).partition(" ")
         if name.startswith(timeline.RANGE) and verb in COLUMNS and (device != "CPU") == on_gpu:
             units[unit][verb] += (span[1] - span[0]) / steps
+    if not on_gpu and not bounds:
+        return None
     order = timeline.GPU_ORDER if on_gpu else timeline.CPU_ORDER
     whole = None if on_gpu else (min(bounds), max(bounds))
     found = timeline.shares(spans, order, steps, whole)
