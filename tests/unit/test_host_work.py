@@ -117,6 +117,20 @@ def test_the_calls_for_a_unit_and_step_are_bounded(stage: int, most: int):
     assert (many - few) / 4 <= most
 
 
+def test_a_layer_that_is_called_on_its_own_costs_no_more_in_a_model_of_more_layers():
+    def call(layers: int) -> Callable[[], None]:
+        block = make_model(3, layers)["blocks"][0]
+
+        def step() -> None:
+            block(torch.ones(3, WIDTH))
+
+        step()
+        return step
+
+    few, many = map(calls_of, [call(layers) for layers in (3, 9)])
+    assert few == many
+
+
 def operators_of(step: Callable[[], None]) -> int:
     """Return the operators of torch, collectives included, that a step issues: on a GPU each may be a kernel."""
     with Seen() as seen:

@@ -187,7 +187,7 @@ class Engine:
             self.sync_backward = self.require_sync
             if not any(unit.calls.open for unit in self.units):
                 self._held_once = ()
-            self.follow_requires_grad()
+            self.follow_requires_grad(self.units)
             if self.inputs is not None:
                 self.inputs.begin_forward()
         agree_on_writes(self)
@@ -236,16 +236,17 @@ class Engine:
         else:
             self.reset()
 
-    def read_sync(self) -> None:
-        """Let a module that is called on its own train the parameters, and sync, as one of the whole model would."""
+    def read_sync(self, *owners: Unit) -> None:
+        """Let a module of `owners` that is called on its own train their parameters and the root's, and sync."""
         if not self.outside_of_forward:
             return
-        take_group_writes(self)
+        units = (*owners, *self.rooted)
+        take_group_writes(units)
         if torch.is_grad_enabled():
             self.sync_backward = self.require_sync
             if not self._doors:
                 take_shown(self.held)
-                self.follow_requires_grad()
+                self.follow_requires_grad(units)
 
     def open_door(self, units: Sequence[Unit]) -> None:
         """Make rooted units whole, the root among them, for a module that is called on its own. Doors nest."""
@@ -282,11 +283,11 @@ class Engine:
         lane.recast(dtype)
         lane.unit.mark_stale()
 
-    def follow_requires_grad(self) -> None:
-        """Take over what the user set `requires_grad` of parameters to."""
+    def follow_requires_grad(self, units: Sequence[Unit]) -> None:
+        """Take over what the user set `requires_grad` of parameters of `units` to."""
         promoted = False
         with torch._C.DisableTorchFunctionSubclass():
-            for lane in self.lanes():
+            for lane in [lane for unit in units for lane in unit.lanes]:
                 if lane.was_toggled():
                     promoted |= lane.follow_requires_grad(self.master_dtype)
         if promoted:

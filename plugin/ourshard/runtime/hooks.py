@@ -269,7 +269,7 @@ class UnitHooks:
         if engine.gathered_depth:
             return given
         if not engine.forward_has_grad:
-            engine.read_sync()
+            engine.read_sync(self._unit)
             if self._is_alone():
                 engine.open_door((engine.root,))
         return self._enter(*given or (args, kwargs)) or given

@@ -107,9 +107,9 @@ def check_no_writes(engine: Engine) -> None:
 def _close_forward(engine: Engine) -> None:
     """Let no leaf be as a forward left it, and each as its parameter: Note [Shown leaves] in shown.py."""
     hide_gradients(engine.held)
-    take_group_writes(engine)
+    take_group_writes(engine.units)
     if engine.outside_of_forward:
-        engine.follow_requires_grad()
+        engine.follow_requires_grad(engine.units)
 
 
 def _direct_gradients(engine: Engine) -> list[tuple[int, int]]:

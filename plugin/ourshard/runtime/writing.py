@@ -12,6 +12,7 @@ count, by `.data`: up to stage 2 that is seen after the next step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from ourshard.runtime.wording import counted
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
     from ourshard.runtime.lane import Lane
+    from ourshard.runtime.unit import Unit
 
 
 @torch.no_grad()
@@ -53,16 +55,16 @@ def take_whole(lane: Lane) -> None:
 
 def agree_on_writes(engine: Engine) -> None:
     """Take in what was written to groups, and see that all ranks wrote as often: Note [Writing]."""
-    take_group_writes(engine)
+    take_group_writes(engine.units)
     if engine.writes:
         writes = counted(engine.writes, "write")
         engine.control.agree(f"the first forward after {writes} of parameters (copy_, load_state_dict)")
         engine.writes = 0
 
 
-def take_group_writes(engine: Engine) -> None:
+def take_group_writes(units: Iterable[Unit]) -> None:
     """Forget whole parameters of whose masters optimizer groups were written to since the last step: Note [Writing]."""
-    for unit in engine.units:
+    for unit in units:
         for lane in unit.lanes:
             for run in lane.runs:
                 if run.version != run.parameter._version:
