@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
-from ourshard.values import UnknownKey, build, convert, settle, to_plain, unknown_key
+from ourshard.values import Except, UnknownKey, build, convert, hints_of, settle, to_plain, unknown_key
 
 
 class WrapPolicy(str, Enum):
@@ -203,7 +202,9 @@ class OffloadConfig:
 
     optimizer: Tier = Tier.NONE
     params: Tier = Tier.NONE
-    activations: Tier = Tier.NONE  # inputs that recomputed units keep from forward to backward
+    activations: Annotated[
+        Tier, Except(Tier.NVME, "nvme is not done, since each input would be written once and read once; use cpu.")
+    ] = Tier.NONE  # inputs that recomputed units keep from forward to backward
     optimizer_ratio: float = 1.0  # part of the optimizer elements that leave the device
     nvme_path: str | None = None
     pin_memory: bool = True
@@ -223,10 +224,6 @@ class OffloadConfig:
             raise ValueError(f"offload.overlap_step needs offload.optimizer: cpu; it is {self.optimizer.value}: {why}.")
         if not 0.0 <= self.optimizer_ratio <= 1.0:
             raise ValueError(f"offload.optimizer_ratio: {self.optimizer_ratio!r} is not between 0 and 1.")
-        if self.activations is Tier.NVME:
-            raise ValueError(
-                "offload.activations: nvme is not done, since each input would be written once and read once; use cpu."
-            )
         if Tier.NVME in self.tiers and not self.nvme_path:
             keys = [key for key in ("optimizer", "params") if getattr(self, key) is Tier.NVME]
             raise ValueError(f"offload.{keys[0]}: nvme needs offload.nvme_path, a folder on a local disk.")
@@ -251,8 +248,8 @@ class OffloadConfig:
 class CommunicationConfig:
     """How bytes go between ranks: codecs, hops, and what is done to gradients."""
 
-    weights: Codec = Codec.NONE
-    gradients: Codec = Codec.NONE
+    weights: Annotated[Codec, Except(Codec.INT4, "int4 loses too much for weights; use int8 or fp8.")] = Codec.NONE
+    gradients: Annotated[Codec, Except(Codec.FP8, "fp8 is for weights; use int8 or int4.")] = Codec.NONE
     error_feedback: bool = False
     stochastic_rounding: bool = False
     seed: int = 0  # of stochastic rounding
@@ -264,10 +261,6 @@ class CommunicationConfig:
 
     def __post_init__(self) -> None:
         settle(self, "communication.")
-        if self.weights is Codec.INT4:
-            raise ValueError("communication.weights: int4 loses too much for weights; use int8 or fp8.")
-        if self.gradients is Codec.FP8:
-            raise ValueError("communication.gradients: fp8 is for weights; use int8 or int4.")
         if self.block is not None and (self.block < 16 or self.block & (self.block - 1)):
             raise ValueError(f"communication.block: {self.block!r} must be a power of two of 16 or more.")
         if self.error_feedback and self.gradients is Codec.NONE:
@@ -477,7 +470,7 @@ def config_keys() -> Mapping[str, Any]:
 
 def _leaf_keys(cls: Any, prefix: str) -> dict[str, Any]:
     keys: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         nested = dataclasses.is_dataclass(hint)
         keys.update(_leaf_keys(hint, f"{prefix}{name}.") if nested else {prefix + name: hint})
     return keys

@@ -58,8 +58,13 @@ _MANY = 60  # names; more would hide what is wrong
 # Keys of Accelerate's config file that are taken for ours
 _ACCELERATES = ("mixed_precision", "num_processes", "num_machines", "machine_rank", "use_cpu", "distributed_type")
 
-# Values that keys of the same kind take and this one refuses, with its reason: no list of what it takes has them
-_NOT_TAKEN = {("communication.weights", "int4"), ("communication.gradients", "fp8"), ("offload.activations", "nvme")}
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Except:
+    """A value that keys of the same kind take and this one does not: `Annotated[Kind, Except(Kind.VALUE, reason)]`."""
+
+    value: Enum
+    reason: str
 
 
 def nearest(name: str, names: typing.Iterable[str]) -> str:
@@ -127,7 +132,7 @@ def build(cls: type, values: Any, prefix: str) -> Any:
 @functools.cache
 def hints_of(cls: type) -> Mapping[str, Any]:
     """Return the annotated types of a dataclass, by field."""
-    return typing.get_type_hints(cls)
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def settle(instance: Any, prefix: str) -> None:
@@ -159,19 +164,19 @@ def convert(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
             raise ValueError(f"{key}: expected a list of names, got {value!r}.")
         return tuple(items)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return _convert_enum(hint, value, key)
+    kind, *exceptions = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _convert_enum(kind, value, key, exceptions)
     return _convert_scalar(hint, value, key)
 
 
-def _convert_enum(hint: type[Enum], value: Any, key: str) -> Enum:
-    if isinstance(value, hint):
-        return value
-    text = "none" if value is None else str(value).lower()
-    known = [str(member.value) for member in hint]
-    if text not in known:
-        taken = [name for name in known if (key, name) not in _NOT_TAKEN]
-        raise ValueError(f"{key}: {value!r} is not one of {', '.join(taken)}.")
+def _convert_enum(hint: type[Enum], value: Any, key: str, exceptions: list[Except]) -> Enum:
+    text = value.value if isinstance(value, hint) else "none" if value is None else str(value).lower()
+    reasons = {str(each.value.value): each.reason for each in exceptions}
+    if text in reasons:
+        raise ValueError(f"{key}: {reasons[text]}")
+    if text not in (known := [str(member.value) for member in hint]):
+        raise ValueError(f"{key}: {value!r} is not one of {', '.join(name for name in known if name not in reasons)}.")
     return hint(text)
 
 
