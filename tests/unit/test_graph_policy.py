@@ -176,7 +176,8 @@ def test_gradients_taken_from_a_graph_are_shown_as_those_of_a_backward() -> None
         assert all(p.grad is None for group in training.optimizer.param_groups for p in group["params"])
         after.restore()
         found = [p.grad for group in training.optimizer.param_groups for p in group["params"]]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        # What an absent rank leaves in a gather may be no number.
+        assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(found, expected, strict=True))
         training.optimizer.step()
         training.optimizer.zero_grad()
         assert training.way() == (Way.CAPTURE, "")

@@ -32,9 +32,8 @@ from torch.utils.checkpoint import checkpoint
 from ourshard.planning.autocast import CudaAutocast
 from ourshard.planning.operations import is_attention, operation_flops
 from ourshard.runtime.inputs import Inputs, Layout
-from ourshard.runtime.recompute import checkpointed, recomputes_itself
+from ourshard.runtime.recompute import checkpointed, is_cache, recomputes_itself
 
-_CACHES = {"past_key_values", "past_key_value", "layer_past", "cache"}
 # They make a storage and start no kernel.
 _ALLOCATIONS = {getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty")}
 
@@ -405,7 +404,8 @@ def _recomputed(forward: Any, autocast: torch.dtype | None, call: Callable[..., 
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # As transformers' own layers do when they are recomputed, which would append to the cache a second time.
-        kwargs |= dict.fromkeys(_CACHES & kwargs.keys())
+        args = tuple(None if is_cache(value) else value for value in args)
+        kwargs = {key: None if is_cache(value) else value for key, value in kwargs.items()}
         if by_position:
             return call(partial(compute, **kwargs), *args, use_reentrant=False)
         return checkpointed(call, compute, *args, **kwargs)

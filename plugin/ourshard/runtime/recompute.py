@@ -72,10 +72,15 @@ def _recomputed(call: Any, forward: Any, buffers: _Buffers, /, *args: Any, **kwa
     return checkpointed(call, forward, *args, **kwargs)
 
 
+def is_cache(value: Any) -> bool:
+    """Say whether `value` is a cache of keys and values of Transformers, by its methods."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
+
+
 def _refuse_caches(forward: Any, values: tuple[Any, ...]) -> None:
-    """Refuse a cache of keys and values (that of Transformers, by its methods), which would be filled twice."""
+    """Refuse a cache of keys and values, which would be filled twice."""
     for value in values:
-        if hasattr(value, "get_seq_length") and hasattr(value, "update"):
+        if is_cache(value):
             name = type(getattr(forward, "__self__", forward)).__name__
             raise ValueError(
                 f"activation_checkpointing: {name} is given a {type(value).__name__} in training, and would add to it "
