@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from ourshard.runtime.api import shard_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks.nets import WIDTH, Block, Toy
-from tests.ranks.pairs import pair
+from tests.ranks.pairs import gradient_rows, pair
 
 pytestmark = pytest.mark.ranks
 
@@ -153,3 +155,36 @@ def keep_wide() -> None:
 
 def test_what_a_model_keeps_wide_between_units_stays_wide(ranks):
     ranks(2)(keep_wide)
+
+
+MIXED = {"precision": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}, "persist_below": WIDTH + 1}
+ALONE = [call for call in CALLS if call not in ("the whole", "by keyword", "a parameter")]
+
+
+def call_under_autocast(stage: int) -> None:
+    """Compare outputs and gradients of modules that are called on their own with those of a model under autocast."""
+    for call in ALONE:
+        torch.manual_seed(0)
+        plain = Toy()
+        model = copy.deepcopy(plain)
+        shard_model(model, {"stage": stage, **MIXED}, cast_small=False)  # as for Accelerate's autocast
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = CALLS[call](plain, ROWS)
+        outputs = CALLS[call](model, ROWS)
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.equal(expected, outputs), call
+        for each in (expected, outputs):
+            each.float().pow(2).sum().backward()
+        for (name, parameter), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (parameter.grad is None) == (wanted.grad is None), (call, name)
+            if wanted.grad is not None:
+                torch.testing.assert_close(*gradient_rows(parameter, wanted.grad), atol=1e-6, rtol=1e-2)
+        with pytest.raises((RuntimeError, TypeError)):
+            model.blocks[1](None)
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_module_on_its_own_computes_under_the_autocast_of_its_model(ranks, stage):
+    """Small weights are float32 there, and large ones are not: T5's encoder in `generate` ended in a dtype error."""
+    ranks(2)(call_under_autocast, stage)

@@ -6,6 +6,10 @@ Where no autocast casts for single operations, floating-point inputs are cast to
 comes from outside: at the root, or at a module that is called on its own, in `gathered` too. Between the modules of a
 forward nothing is cast: a residual that a model keeps in float32 stays so. With `precision.cast_inputs: false` nothing
 is cast: a model that wants its inputs in another dtype (positions, timesteps) casts where it meets weights.
+
+Where autocast does it, Accelerate puts it around the root's forward. A module that is called on its own (the encoder in
+`generate`, a head that reads hidden states) is outside of that, and its large weights are of 16 bits while its small
+ones are not: it computes under the same autocast.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ourshard.config import PrecisionConfig
 from ourshard.runtime.handle import Resting
@@ -23,14 +28,20 @@ if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
 
 
+AUTOCASTS = (torch.bfloat16, torch.float16)
+
+
 class Casts:
     """The dtypes of what goes into a model and comes out of it; None where it is left as it is."""
 
-    __slots__ = ("autocast", "inputs_to", "outputs_to")
+    __slots__ = ("alone", "autocast", "autocast_to", "inputs_to", "outputs_to")
 
     def __init__(self, precision: PrecisionConfig, autocast: bool) -> None:
         self.autocast = autocast
-        self.inputs_to = None if autocast or not precision.cast_inputs else dtype_named(precision.param_dtype)
+        computes_in = dtype_named(precision.param_dtype)
+        self.inputs_to = None if autocast or not precision.cast_inputs else computes_in
+        self.autocast_to = computes_in if autocast and computes_in in AUTOCASTS else None
+        self.alone = self.inputs_to is not None or self.autocast_to is not None  # a module on its own is to be asked
         self.outputs_to = dtype_named(precision.output_dtype)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -45,24 +56,44 @@ class Casts:
 
 
 class CastsAlone:
-    """The casts of a module's inputs where it is called on its own: Note [Where inputs are cast].
+    """The casts of a module where it is called on its own: Note [Where inputs are cast].
 
     A checkpoint around it runs that call again in backward, with the inputs as they were: they are cast again.
     """
 
-    __slots__ = ("_alone", "_engine")
+    __slots__ = ("_alone", "_engine", "_entered", "_leaves")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._alone = False  # the last call in no backward was
+        self._entered: list[torch.autocast] = []
+        self._leaves = False  # the module has the hook that leaves them
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of a call of the module as they are to be, or None for as they are."""
         engine = self._engine
-        if engine.casts.inputs_to is None:
-            return None
         if not engine.phase_is_backward:
             self._alone = engine.forward_depth == 0
-        return engine.casts.inputs(args, kwargs) if self._alone else None
+        if not self._alone:
+            return None
+        if engine.casts.autocast_to is not None:
+            self._enter(module, engine.mesh.device.type, engine.casts.autocast_to)
+        return engine.casts.inputs(args, kwargs)
+
+    def _enter(self, module: nn.Module, device: str, dtype: torch.dtype) -> None:
+        if not self._leaves:  # few modules are ever called so: the others do without the hook
+            self._leaves = True
+            leave = torch._dynamo.disable(self._leave)
+            self._engine.own_hooks.add(module.register_forward_hook(leave, always_call=True).id)
+        entered = torch.autocast(device, dtype)
+        entered.__enter__()
+        self._entered.append(entered)
+
+    def _leave(self, *_: Any) -> None:
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

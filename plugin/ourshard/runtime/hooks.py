@@ -265,7 +265,8 @@ class UnitHooks:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._unit.engine
-        given = None if engine.casts.inputs_to is None else self._casts.inputs(args, kwargs)
+        outside = engine.casts.alone and (engine.forward_depth == 0 or engine.phase_is_backward)
+        given = self._casts.begin(module, args, kwargs) if outside else None
         if engine.gathered_depth:
             return given
         if not engine.forward_has_grad:
@@ -382,7 +383,7 @@ class DoorHooks:
         if self._engine.outside_of_forward:
             self._engine.read_sync()
             self._engine.open_door(self._engine.rooted)
-        return self._casts.inputs(args, kwargs)
+        return self._casts.begin(module, args, kwargs) if self._engine.casts.alone else None
 
     def after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._engine.outside_of_forward:
