@@ -83,7 +83,9 @@ def refusals(folder: str) -> list[str]:
     """Return what is said to optimizers, and to options of the Trainer, that can't be right."""
     said = []
     model = llama()
-    ranked = LowRank([{"params": model.parameters(), "rank": 4}])
+    projected = [p for name, p in model.named_parameters() if "mlp" in name]
+    others = [p for name, p in model.named_parameters() if "mlp" not in name]
+    ranked = LowRank([{"params": others}, {"params": projected, "rank": 4}])  # in the order of the Trainer's GaLore
     hooked = llama()
     inside = WhileBackward(hooked.parameters(), 0.1)
     for of, optimizer in ((model, ranked), (hooked, inside)):
@@ -103,7 +105,7 @@ def refusals(folder: str) -> list[str]:
 
 def test_what_cannot_be_right_on_ranks_is_refused_by_name(ranks, tmp_path):
     for ranked, inside, uneven, sums in ranks(2)(refusals, str(tmp_path)):
-        assert "The optimizer LowRank needs whole matrices" in ranked
+        assert "test_trainer_optimizers.LowRank needs whole matrices in its group with rank" in ranked
         assert "The optimizer WhileBackward changes each parameter while backward runs" in inside
         assert "even_batches=False" in uneven
         assert sums.startswith("communication.reduce_op: sum: a Trainer scales its losses for the mean")

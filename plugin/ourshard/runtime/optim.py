@@ -66,15 +66,14 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
     """
     add_hooks(optimizer)
     take_own(optimizer)
-    whole: bool | None = None  # not known yet
-    for group in optimizer.param_groups:
-        if any(_adoptable(p) for p in group["params"]):
-            if whole is None:
-                whole = needs_whole(optimizer, group)
-            _refuse_from_disk(optimizer, group, whole)
-            _refuse_in_backward(optimizer, group, whole)
-            _adopt_group(optimizer, group, whole)
-            _prefer_fused(optimizer, group)
+    groups = [group for group in optimizer.param_groups if any(_adoptable(p) for p in group["params"])]
+    needs = [needs_whole(optimizer, group) for group in groups]  # of each: one may be stepped unlike the others
+    whole = any(needs)
+    for group in groups:
+        _refuse_from_disk(optimizer, group, whole)
+        _refuse_in_backward(optimizer, group, whole)
+        _adopt_group(optimizer, group, whole)
+        _prefer_fused(optimizer, group)
     if whole:
         _settle_owners(optimizer)
     _follow_zero_grad(optimizer)

@@ -20,16 +20,18 @@ def needs_whole(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     why = probe(optimizer, group)
     if why is None:
         return False
-    name = type(optimizer).__name__
     if steps_each_alone(type(optimizer)):
         return True
     if getattr(optimizer, "elementwise", None) is False:
         why = probe_apart(optimizer, group)
         if why is None:
             return True
+    name, own = type(optimizer).__name__, _own_options(optimizer, group)
+    of_group = f" in its group with {', '.join(own)}" if own else ""
     raise ValueError(
-        f"The optimizer {name} {why}, but at this stage each rank holds some rows of each parameter. Use stage 0, or "
-        "an optimizer that treats each element by itself (AdamW, SGD, Lion, ...), or Adafactor or Muon. If it does "
+        f"The optimizer {type(optimizer).__module__}.{name} {why}{of_group}, but at this stage each rank holds some "
+        "rows of each parameter. Use stage 0, or an optimizer that treats each element by itself (AdamW of torch, SGD, "
+        "Lion, ...), or Adafactor or Muon. If it does "
         f"treat each element by itself, say so with `{name}.elementwise = True`; if it treats each parameter by "
         f"itself, and needs it whole, with `{name}.elementwise = False`."
     )
@@ -103,9 +105,12 @@ def _probe(kind: type[Optimizer], options: dict[str, Any], own: dict[str, Any]) 
     value, *grads = _tensors(0)
     try:
         whole = _stepped(kind, options, own, [value], [[grad] for grad in grads])
-        flat = _stepped(kind, options, own, _flat_pieces(value), [_flat_pieces(grad) for grad in grads])
     except Exception as problem:
         return f"could not be tried on small tensors ({type(problem).__name__}: {problem})"
+    try:
+        flat = _stepped(kind, options, own, _flat_pieces(value), [_flat_pieces(grad) for grad in grads])
+    except Exception:
+        return "needs whole matrices"
     same = torch.allclose(whole[0].reshape(-1), torch.cat(flat), rtol=1e-5, atol=1e-7)
     return None if same else "needs whole matrices"
 
