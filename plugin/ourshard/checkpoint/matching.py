@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ourshard.runtime.wording import shorten
 
+from .foreign.ties import equal_rows
+from .portions import Buffer, Portion
 from .source import PARAM, CheckpointError, Source, TensorKey
 
 _SHOWN = 10  # names of each kind in a message
@@ -58,3 +60,30 @@ def require(source: Source, wanted: Mapping[TensorKey, tuple[int, ...]], *, allo
     found = mismatch(source, wanted)
     if found.missing or found.shapes or (found.unexpected and not allow_unexpected):
         raise CheckpointError(f"{source.path} does not fit what is to be loaded:\n{found.text()}")
+
+
+def key_of(source: Source, held: Portion | Buffer) -> TensorKey | None:
+    """Return where a checkpoint has a parameter or buffer of a running model, under any of its names."""
+    keys = (source.weight_key(name) for name in (held.name, *held.aliases))
+    return next((key for key in keys if key is not None), None)
+
+
+def names_there(source: Source, portions: Iterable[Portion]) -> dict[str, str]:
+    """Return name here -> name there of the parameters that the checkpoint has; a tie may have another owner there."""
+    keys = {portion.name: key_of(source, portion) for portion in portions}
+    return {name: key.name for name, key in keys.items() if key is not None}
+
+
+def tied_here(source: Source, held: Iterable[Portion | Buffer]) -> dict[TensorKey, bool]:
+    """Return the keys of what is one tensor here and lies there once more -> whether sampled rows are the same.
+
+    FSDP and DCP save each name of a tied weight, and of one that is not trained nothing there tells that it is tied.
+    """
+    found = {}
+    for each in held:
+        first = key_of(source, each) if each.aliases else None
+        for name in each.aliases if first is not None else ():
+            key = source.weight_key(name)
+            if key is not None and first is not None and key != first:
+                found[key] = equal_rows(source, key, first)
+    return found

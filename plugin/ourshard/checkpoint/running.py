@@ -39,10 +39,11 @@ from .extra_state import load_extra_states
 from .io import DISK, DiskIO
 from .local_state import all_keep_local, take_local
 from .manifest import carried
+from .matching import key_of, names_there, tied_here
 from .portions import Buffer, Portion, buffers_of, portions_of
 from .shard_writer import LocalBox, ShardWriter
 from .sharded import ShardedSource, is_ours
-from .source import BUFFER, PARAM, CheckpointError, Description, Source, TensorKey, detect
+from .source import BUFFER, PARAM, CheckpointError, Description, ParameterOrder, Source, TensorKey, detect
 from .staging import ToHost, on_host
 from .stepping import Boxes, SavedState
 
@@ -330,15 +331,15 @@ def load(
     joined = join_disks(engine, folder)
     with ExitStack() as stack:
         with together(engine, f"load: checking {name}", _count(optimizer)):
-            source = stack.enter_context(_open(folder, model, number, joined))
-            _say_losses(engine, source, beside)
             optimizers = _optimizers(optimizer)
             portions, buffers = portions_of(engine), buffers_of(engine)
             concerned = [each for each in optimizers if stepping.steps_any(each, portions)]
-            saved = SavedState.of(source, _match(source, portions), engine)
+            source = stack.enter_context(_open(folder, _order(model, concerned, portions), number, joined))
+            _say_losses(engine, source, beside)
+            saved = SavedState.of(source, names_there(source, portions), engine)
             if source.description.is_adapter_alone or not strict:  # alone: the base stays as the script has loaded it
                 portions = [each for each in portions if each.name in saved.names or (strict and each.trained)]
-                buffers = [each for each in buffers if _buffer_key(source, each) is not None]
+                buffers = [each for each in buffers if key_of(source, each) is not None]
             portions, stay = frozen_base.without_left_out(source.description, portions, saved.names)
             _refuse_misfits(
                 source, portions, buffers, concerned, saved, extra=with_extra_state(_model(engine)), strict=strict
@@ -351,7 +352,7 @@ def load(
         with together(engine, f"load: reading {name}"):
             if weights:
                 engine.land_masters()
-                _load_weights(engine, source, portions, buffers, saved.names)
+                _load_weights(engine, source, portions, buffers, saved)
                 load_extra_states(_model(engine), source, tells=engine.mesh.world.rank == 0)
             if concerned:
                 stepping.split_uneven(engine, concerned, portions_of(engine), saved)
@@ -364,13 +365,19 @@ def load(
         return source.description.client_state
 
 
-def _open(folder: Path, model: nn.Module, number: int | None, joined: Joined | None) -> Source:
-    """Open our own format, or that of another engine (which may number parameters in the order of the model)."""
+def _open(folder: Path, order: Sequence[str], number: int | None, joined: Joined | None) -> Source:
+    """Open our own format, or that of another engine, whose optimizer may number parameters."""
     if joined is not None:
         return ShardedSource(folder, manifest=joined.manifest, own=joined.own)
     if is_ours(folder):
         return ShardedSource(folder)
-    return detect(folder, model=number, parameter_order=[canonical(name) for name, _ in model.named_parameters()])
+    return detect(folder, model=number, parameter_order=order)
+
+
+def _order(model: nn.Module, optimizers: Sequence[Optimizer], portions: Sequence[Portion]) -> Sequence[str]:
+    names = [canonical(name) for name, _ in model.named_parameters()]
+    groups = [group for optimizer in optimizers for group in stepping.group_names(optimizer, portions)]
+    return ParameterOrder(names, groups) if groups else names
 
 
 def _say_losses(engine: Engine, source: Source, beside: bool) -> None:
@@ -378,25 +385,6 @@ def _say_losses(engine: Engine, source: Source, beside: bool) -> None:
     losses = (*source.description.losses, *(() if beside else source.description.beside))
     for loss in losses if engine.mesh.world.rank == 0 else ():
         logger.warning("load: not loaded: %s", loss)
-
-
-def _match(source: Source, portions: Sequence[Portion]) -> dict[str, str]:
-    """Return name here -> name there of the parameters that the checkpoint has; a tie may have another owner there."""
-    ties = source.description.ties
-    names = {}
-    for portion in portions:
-        own = (portion.name, *portion.aliases)
-        there = next((ties.get(n, n) for n in own if TensorKey(PARAM, ties.get(n, n)) in source.tensors), None)
-        if there is not None:
-            names[portion.name] = there
-    return names
-
-
-def _buffer_key(source: Source, buffer: Buffer) -> TensorKey | None:
-    """Return where a buffer is; formats that were converted may not tell buffers from parameters."""
-    ties = source.description.ties
-    keys = [TensorKey(kind, ties.get(n, n)) for n in (buffer.name, *buffer.aliases) for kind in (BUFFER, PARAM)]
-    return next((key for key in keys if key in source.tensors), None)
 
 
 def _refuse_misfits(
@@ -409,11 +397,11 @@ def _refuse_misfits(
     extra: Collection[str],
     strict: bool,
 ) -> None:
-    names = saved.names
-    keys = {p.name: TensorKey(PARAM, names[p.name]) if p.name in names else None for p in portions}
-    keys |= {buffer.name: _buffer_key(source, buffer) for buffer in buffers}
+    held: list[Portion | Buffer] = [*portions, *buffers]
+    keys = {each.name: key_of(source, each) for each in held}
+    tied = tied_here(source, held)
     shapes = {p.name: p.shape for p in portions} | {b.name: tuple(b.tensor.shape) for b in buffers}
-    taken = set(keys.values())
+    taken = {*keys.values(), *tied}
     others = [key.name for key in source.tensors if key.kind in (PARAM, BUFFER) and key not in taken]
     unexpected = [name for name in (*others, *source.description.extra_state) if name not in extra]
     wrong = [
@@ -431,6 +419,7 @@ def _refuse_misfits(
         "missing": [name for name, key in keys.items() if key is None],
         "unexpected": unexpected if strict else [],
         "of another shape": wrong,
+        "tied to another weight here, and of other values": [key.name for key, is_same in tied.items() if not is_same],
         "of a dtype that does not go into the one here": strange,
     }
     problems = [f"{what}: {shorten(items, 8)}" for what, items in lists.items() if items]
@@ -451,14 +440,14 @@ def _refuse_elsewhere(
     lost: list[str] = []
     for portion in portions:
         run = (portion.start, portion.stop)
-        lost += source.elsewhere(TensorKey(PARAM, saved.names[portion.name]), *run)
+        lost += source.elsewhere(saved.weight_key(portion), *run)
         for info in saved.tensors(portion.name).values() if portion.owner is not False else ():
             if stepping.is_elementwise(info, portion):
                 lost += source.elsewhere(info.key, *((0, info.numel) if portion.owner else run))
     for info in saved.local.of_rank(optimizers):
         lost += source.elsewhere(info.key, 0, info.numel)
     for buffer in buffers:
-        key = _buffer_key(source, buffer)
+        key = key_of(source, buffer)
         lost += source.elsewhere(key, 0, source.tensors[key].numel) if key is not None else []
     if lost:
         raise CheckpointError(
@@ -484,13 +473,13 @@ def _load_weights(
     source: Source,
     portions: Sequence[Portion],
     buffers: Sequence[Buffer],
-    names: Mapping[str, str],
+    saved: SavedState,
 ) -> None:
     for portion in portions:
-        run = source.read_run(TensorKey(PARAM, names[portion.name]), portion.start, portion.stop)
+        run = source.read_run(saved.weight_key(portion), portion.start, portion.stop)
         portion.values.copy_(run.view(portion.values.shape))
     for buffer in buffers:
-        key = _buffer_key(source, buffer)
+        key = key_of(source, buffer)
         assert key is not None
         buffer.tensor.copy_(source.read(key))
     engine.buffers.take_loaded(buffer.tensor for buffer in buffers)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +49,19 @@ WHOLE_OPTIMIZER = (
     "ourshard_optimizer"  # with its number and .bin: what a whole `save_state` has of an optimizer, by names
 )
 WHOLE_LOCAL = "local"  # in such a file, state that only the layout can read
+
+
+class ParameterOrder(tuple[str, ...]):
+    """The names of `model.named_parameters()`, with those in each group of the optimizer that is to be loaded."""
+
+    groups: tuple[tuple[str, ...], ...]
+
+    def __new__(cls, names: Iterable[str], groups: Iterable[Iterable[str]]) -> Self:
+        """Put the names of a group in the model's order, in which torch numbers them."""
+        made = super().__new__(cls, names)
+        place = {name: number for number, name in enumerate(made)}
+        made.groups = tuple(tuple(sorted(group, key=place.__getitem__)) for group in groups)
+        return made
 
 
 class CheckpointError(ValueError):
@@ -273,6 +286,11 @@ class Source(ABC):
     ) -> None:
         self.close()
 
+    def weight_key(self, name: str) -> TensorKey | None:
+        """Return where a parameter or buffer is, whichever the format took it for: few tell them apart."""
+        name = self.description.ties.get(name, name)
+        return next((key for kind in (PARAM, BUFFER) if (key := TensorKey(kind, name)) in self.tensors), None)
+
     def keys_of(self, kind: str) -> list[TensorKey]:
         """List the keys of one kind, in the order of the checkpoint."""
         return [key for key in self.tensors if key.kind == kind]
@@ -282,8 +300,9 @@ def detect(path: str | Path, *, model: int | None = None, parameter_order: Seque
     """Open the checkpoint at `path`, an outer folder (checkpoint-N), an inner one, or a file, whatever its format.
 
     model: which one, where a folder holds several. parameter_order: the names of `model.named_parameters()`, for
-    optimizers that number them (`optimizer.pt`). Raises FileNotFoundError if nothing is there, ValueError if there are
-    several models and none is chosen, CheckpointError listing what was looked for if no format fits.
+    optimizers that number them (`optimizer.pt`); a `ParameterOrder` where the optimizer is known, too. Raises
+    FileNotFoundError if nothing is there, ValueError if there are several models and none is chosen, CheckpointError
+    listing what was looked for if no format fits.
     """
     from .registry import readers
 

@@ -149,7 +149,13 @@ class SavedState:
 
     def master_dtype(self, portion: Portion) -> torch.dtype:
         """Return the dtype in which the checkpoint has what a portion is of."""
-        return self.source.tensors[TensorKey(PARAM, self.names[portion.name])].dtype
+        return self.source.tensors[self.weight_key(portion)].dtype
+
+    def weight_key(self, portion: Portion) -> TensorKey:
+        """Return where the checkpoint has what a portion is of."""
+        key = self.source.weight_key(self.names[portion.name])
+        assert key is not None
+        return key
 
     def rest(self, name: str) -> Mapping[str, Any]:
         """Return the state of a parameter that is no tensor."""
@@ -183,7 +189,13 @@ def misfits(optimizers: Sequence[Optimizer], portions: Sequence[Portion], saved:
     known_groups = saved.source.description.param_groups
     known = [set(group["params"]) for group in known_groups]
     if mine and not known and not saved.infos:
-        yield "it holds no state of an optimizer; for the weights alone: ourshard.load(model, None, folder)"
+        lost = [loss for loss in saved.source.description.losses if "optimizer" in loss]
+        what = (
+            f"what it holds of an optimizer can't be read: {'; '.join(lost)}"
+            if lost
+            else "it holds no state of an optimizer"
+        )
+        yield f"{what}; for the weights alone: ourshard.load(model, None, folder)"
         return
     strange = sorted(
         name

@@ -48,7 +48,7 @@ class TorchSaveSource(ForeignSource):
             path = path.with_name(of_model("pytorch_model", model, ".bin"))
         weights = read_weights(path)
         files = companions(path.parent) if path.name.startswith(MODEL) else {}
-        tensors = canonical_keys(weights.tensors, str(path))
+        tensors = canonical_keys(weights.tensors, str(path), parameter_order or ())
         left = [f"what lies beside the weights in {path.name}: {shorten(weights.left)}"] if weights.left else []
         self.publish(Draft(model=dict(tensors), ties=weights.ties or None, files=files, losses=left))
 

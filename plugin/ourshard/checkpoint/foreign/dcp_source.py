@@ -8,21 +8,22 @@ save all into one folder, or the optimizer flattened ("state.NAME.exp_avg"). Wha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ourshard.runtime.wording import counted, shorten
+from ourshard.runtime.wrap import canonical
 
 from ..numbered import Models, numbered
 from ..source import ADAPTER_ALONE, CheckpointError
 from .adapters import is_adapter_name, names_with_adapter, with_adapter_name
 from .dcp import DcpFolder, KeyPath, is_dcp_folder
 from .draft import Draft, ForeignSource
-from .integer_keys import Order, name_integer_keys
-from .names import canonical, canonical_keys, looks_like_buffer
+from .integer_keys import Order, given_order, name_integer_keys
+from .names import canonical_keys, looks_like_buffer
 from .runfiles import add_run_files
 from .stored import Readable
 from .ties import find_ties
@@ -72,7 +73,7 @@ class DcpSource(ForeignSource):
             opened = DcpFolder(folder)
             parts.add(opened)
             draft.world_size = max(draft.world_size or 0, _world_size(folder, opened, draft)) or None
-        parts.into(draft, path, parameter_order)
+        parts.into(draft, path, parameter_order, of_ddp=not models)
         if folders != [path]:
             add_run_files(draft, path, model, len(models))
         self.publish(draft)
@@ -152,25 +153,29 @@ class Parts:
                 return True
         return False
 
-    def into(self, draft: Draft, where: Path, order: Sequence[str] | None = None) -> None:
-        """Put the parts into the draft under canonical names."""
-        draft.model = canonical_keys(self._choose_model(draft), str(where))
+    def into(self, draft: Draft, where: Path, order: Sequence[str] | None = None, *, of_ddp: bool = True) -> None:
+        """Put the parts into the draft under canonical names; `of_ddp`: DDP's mark may be in them."""
         groups = [self.groups[index] for index in sorted(self.groups)] or group_options(self.options)
         if any(isinstance(name, int) for group in groups for name in group.get("params", ())):
             # torch's flattening has made text of the numbers
             state = {int(name) if str(name).isdecimal() else name: values for name, values in self.state.items()}
+            draft.model = self._model(draft, where, order or () if of_ddp else None)
             name_integer_keys(draft, {"state": state, "param_groups": groups}, self._orders(draft, order))
         else:
             draft.state = {canonical(str(name)): values for name, values in self.state.items()}
             draft.groups = [{**group, "params": _names(group)} for group in groups] or None
+            draft.model = self._model(draft, where, order or draft.trained or () if of_ddp else None)
         add_adapter_names(draft)
         draft.ties = {**find_ties(draft.model, draft.trained), **self.ties}
         self._add_others(draft)
 
+    def _model(self, draft: Draft, where: Path, known: Collection[str] | None) -> dict[str, Readable]:
+        return canonical_keys(self._choose_model(draft), str(where), known)
+
     def _orders(self, draft: Draft, given: Sequence[str] | None) -> list[Order]:
         """Return the order of the parameters if it is known: given, or that of the tensors, if one rank listed all."""
         if given is not None:
-            return [Order(tuple(given), "the model")]
+            return [given_order(given)]
         mixed = [n for n in draft.model if n in self.scattered and not looks_like_buffer(n, draft.model[n].dtype)]
         return [] if mixed else [Order(tuple(draft.model), "the order of the model's tensors")]
 

@@ -78,26 +78,27 @@ class DdpSource(ForeignSource):
             raise CheckpointError(f"{path}: has no weights")
         weights = read_weights(weights_path)
         add_run_files(draft, path, model, len(self.models_in(path)))
-        draft.model = canonical_keys(weights.tensors, str(weights_path))
+        named, optimizer = numbered(path, _NAMED), _optimizer_path(path, model)
+        known = None if named else parameter_order or ()  # ourshard, which names them, writes no marks
+        draft.model = canonical_keys(weights.tensors, str(weights_path), known)
         draft.ties = dict(weights.ties)
         if weights_path.name.startswith(_ADAPTER):
             _name_adapter(draft)
         else:
             tie_by_config(draft)
-        named, optimizer = numbered(path, _NAMED), _optimizer_path(path, model)
         if named:
             _add_named(draft, [path / name for names in named.values() for name in names], model)
         elif optimizer is not None:
-            known = list(orders(path, list(draft.model), parameter_order))
+            found = list(orders(path, list(draft.model), parameter_order))
             if weights.in_model_order and parameter_order is None:
-                known.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
+                found.insert(0, Order(tuple(draft.model), f"the order in {weights_path.name}"))
             file = TorchFile(optimizer)
             content = file.load()
             _add_masters(draft, file, content, model)
             if _is_of_one_layout(content):
                 draft.losses.append(_OF_ONE_LAYOUT)
             else:
-                name_integer_keys(draft, optimizer_of(file), known)
+                name_integer_keys(draft, optimizer_of(file), found)
         draft.losses += _of_no_model(path, self.models_in(path))
         self.publish(draft)
 

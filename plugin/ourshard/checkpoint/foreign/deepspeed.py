@@ -22,7 +22,7 @@ from .deepspeed_files import (
 )
 from .draft import Draft, ForeignSource
 from .fsdp_files import optimizer_of_content
-from .integer_keys import Order, name_integer_keys
+from .integer_keys import name_integer_keys, order_of_model
 from .plaindata import materialize
 from .runfiles import add_run_files
 from .stored import Readable, StoredTensor
@@ -305,7 +305,7 @@ def _add_stage_0(draft: Draft, states: ModelStates, parameter_order: Sequence[st
         )
         return
     content = optimizer.get("optimizer_state_dict", optimizer)
-    order = Order(tuple(parameter_order or draft.model), "the order of the module")
+    order = order_of_model(draft, parameter_order, "the order of the module")
     name_integer_keys(draft, optimizer_of_content(states.file, content), [order])
     if draft.groups is not None:
         _add_masters(draft, states.file, optimizer.get("fp32_groups"))

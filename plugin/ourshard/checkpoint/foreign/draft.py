@@ -8,7 +8,7 @@ formats.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -155,7 +155,7 @@ class ForeignSource(Source):
         self._aliases = {alias: draft.model.pop(alias) for alias in ties if alias in draft.model}
         _note_unequal_aliases(draft, ties, self._aliases)
         self._copies = {name: draft.model[name] for name in draft.masters if name in draft.model}
-        readers, own_dtypes = _model_tensors(draft, trained)
+        readers, own_dtypes = _model_tensors(draft, trained, self.parameter_order or ())
         if not readers and draft.state:
             draft.oddities.append("an optimizer alone: no weights are in this checkpoint")
         state, plain = _state_tensors(draft, readers)
@@ -224,9 +224,13 @@ def _note_unequal_aliases(draft: Draft, ties: Mapping[str, str], aliases: Mappin
 
 
 def _model_tensors(
-    draft: Draft, trained: frozenset[str] | None
+    draft: Draft, trained: frozenset[str] | None, given: Collection[str]
 ) -> tuple[dict[TensorKey, Readable], dict[str, torch.dtype]]:
-    """Return the readers of parameters and buffers in model order, and the dtype of copies that masters replace."""
+    """Return the readers of parameters and buffers in model order, and the dtype of copies that masters replace.
+
+    given: names that are known to be of parameters.
+    """
+    known = (trained or frozenset()) | frozenset(given)
     readers: dict[TensorKey, Readable] = {}
     own_dtypes = {
         name: dtype
@@ -244,7 +248,7 @@ def _model_tensors(
         if draft.buffers is not None:
             buffer = name in draft.buffers
         else:
-            buffer = name not in (trained or ()) and looks_like_buffer(name, reader.dtype)
+            buffer = name not in known and looks_like_buffer(name, reader.dtype)
         readers[TensorKey(BUFFER if buffer else PARAM, name)] = master or reader
     for name, master in draft.masters.items():
         if name not in draft.model:

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ourshard.runtime.wording import counted
+from ourshard.runtime.wrap import canonical
 
 from ..numbered import Models, numbered, of_model
 from ..source import CheckpointError
 from .classes import PickledTensor
 from .dcp_source import add_adapter_names
 from .draft import Draft, ForeignSource
-from .integer_keys import Order, name_integer_keys
+from .integer_keys import Order, name_integer_keys, order_of_model
 from .local_parts import RankFiles
-from .names import canonical, canonical_keys
+from .names import canonical_keys
 from .plaindata import materialize
 from .runfiles import add_run_files
 from .ties import find_ties
@@ -59,10 +60,10 @@ class FsdpFullSource(ForeignSource):
         draft = Draft()
         name, optimizer = of_model(_MODEL_STEM, model, ".bin"), of_model(_OPTIMIZER_STEM, model, ".bin")
         tensors, shared, _ = torch_tensors(path / name)
-        draft.model = canonical_keys(tensors, name)
+        draft.model = canonical_keys(tensors, name, None)
         if (path / optimizer).is_file():
             file = TorchFile(path / optimizer)
-            order = Order(tuple(parameter_order or draft.model), "the order of the model's tensors")
+            order = order_of_model(draft, parameter_order, "the order of the model's tensors")
             add_optimizer(draft, optimizer_of(file), order)
         add_adapter_names(draft)
         add_run_files(draft, path, model, len(self.models_in(path)))
@@ -142,14 +143,14 @@ class FsdpRankSource(ForeignSource):
                 "load it with the program that wrote it and save SHARDED_STATE_DICT"
             )
         draft.world_size = len(files)
-        draft.model = canonical_keys(RankFiles(files).tensors(), str(path))
+        draft.model = canonical_keys(RankFiles(files).tensors(), str(path), None)
         if optimizers:
             if len(optimizers) != len(files):
                 raise CheckpointError(
                     f"{path}: {counted(len(files), 'file')} of the model and {len(optimizers)} of the optimizer"
                 )
             optimizer = RankFiles(optimizers).optimizer()
-            order = Order(tuple(parameter_order or draft.model), "the order of the model's tensors")
+            order = order_of_model(draft, parameter_order, "the order of the model's tensors")
             add_optimizer(draft, optimizer, order)
         add_adapter_names(draft)
         add_run_files(draft, path, model, len(self.models_in(path)))

@@ -22,7 +22,6 @@ from .chunked import Chunk, ChunkedTensor
 from .dcp import DcpFolder, is_dcp_folder
 from .dcp_source import Parts
 from .draft import Draft, ForeignSource
-from .names import canonical_keys
 from .runfiles import add_run_files
 from .stored import Bytes, Readable, contiguous
 
@@ -57,7 +56,6 @@ class HfShardsSource(ForeignSource):
             parts.add(DcpFolder(folder))
         parts.model = {(): dict(model)}
         parts.into(draft, path, parameter_order)
-        draft.model = canonical_keys(draft.model, str(path))
         add_run_files(draft, path)
         self.publish(draft)
 

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..source import CheckpointError
+from ourshard.runtime.wrap import canonical
+
+from ..source import CheckpointError, ParameterOrder
 from .adapters import is_trained_with_peft
 from .draft import Draft
-from .names import canonical, looks_like_buffer
+from .names import looks_like_buffer
 from .stored import Readable
 
 # The Trainer's rule for what is not decayed, beside parameters of norm layers: these patterns in names.
@@ -40,6 +42,19 @@ class Order:
 
     names: tuple[str, ...]
     origin: str
+    of_parameters: bool = False  # no buffer is among the names
+    groups: tuple[tuple[str, ...], ...] = ()  # those of the optimizer in hand, if there is one
+
+
+def given_order(names: Sequence[str]) -> Order:
+    """Return the order of a model in hand."""
+    groups = names.groups if isinstance(names, ParameterOrder) else ()
+    return Order(tuple(names), "the model and its optimizer" if groups else "the model", True, groups)
+
+
+def order_of_model(draft: Draft, given: Sequence[str] | None, origin: str) -> Order:
+    """Return the order that is given, else that of the tensors in the draft."""
+    return Order(tuple(draft.model), origin) if given is None else given_order(given)
 
 
 def name_integer_keys(draft: Draft, optimizer: Mapping[str, Any], orders: Iterable[Order]) -> None:
@@ -115,6 +130,9 @@ def _assign(
     draft: Draft, state: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], order: Order
 ) -> dict[int, str] | None:
     """Return number -> name if exactly one way of dividing the parameters among the groups fits all shapes."""
+    grouped = _as_grouped(draft, state, groups, order.groups) if order.groups else None
+    if grouped is not None:
+        return grouped
     names = _candidates(draft, order)
     trained = [name for name in names if is_trained_with_peft(name)]
     if len(trained) == sum(len(group["params"]) for group in groups):  # the base beside an adapter is frozen
@@ -133,10 +151,31 @@ def _assign(
     return found[0] if len(found) == 1 else None
 
 
+def _as_grouped(
+    draft: Draft,
+    state: Mapping[int, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    known: Sequence[Sequence[str]],
+) -> dict[int, str] | None:
+    """Return number -> name if the saved groups are as long as those of the optimizer in hand, and all shapes fit."""
+    if [len(group["params"]) for group in groups] != [len(names) for names in known]:
+        return None
+    ties = draft.ties or {}
+    pairs = {
+        number: ties.get(name, name)
+        for group, names in zip(groups, known, strict=True)
+        for number, name in zip(group["params"], names, strict=True)
+    }
+    fits = all(name in draft.model and _fits(draft.model[name], state.get(n, {})) for n, name in pairs.items())
+    return pairs if fits else None
+
+
 def _candidates(draft: Draft, order: Order) -> list[str]:
     """Return the names that the optimizer may know: parameters without aliases."""
     aliases = draft.ties or {}
     names = [name for name in order.names if name in draft.model and name not in aliases]
+    if order.of_parameters:
+        return names
     if draft.buffers is not None:
         return [name for name in names if name not in draft.buffers]
     return [name for name in names if not looks_like_buffer(name, draft.model[name].dtype)]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 import torch
+
+from ourshard.runtime.wrap import canonical
 
 from ..source import CheckpointError
 
 Value = TypeVar("Value")
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_DDP = "module."
 _BUFFERS = frozenset(
     (
         "running_mean", "running_var", "num_batches_tracked",  # torch's norms
@@ -21,20 +23,25 @@ _BUFFERS = frozenset(
 )  # fmt: skip
 
 
-def canonical(name: str) -> str:
-    """Return the name without the marks of FSDP, activation checkpointing and torch.compile."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def canonical_keys(values: Mapping[str, Value], where: str, known: Collection[str] | None = ()) -> dict[str, Value]:
+    """Return the values under canonical names.
 
-
-def canonical_keys(values: Mapping[str, Value], where: str) -> dict[str, Value]:
-    """Return the values under canonical names; `module.` of DDP goes if all names have it."""
-    prefix = "module." if values and all(name.startswith("module.") for name in values) else ""
+    `module.` of DDP goes if all names have it, unless it is the model's own by the names that are `known` of it: those
+    of its parameters, or of its optimizer's. None: what wrote this takes DDP's away itself.
+    """
+    prefix = _DDP if known is not None and _is_of_ddp(values, known) else ""
     result = {canonical(name.removeprefix(prefix)): value for name, value in values.items()}
     if len(result) != len(values):
         raise CheckpointError(f"{where}: two names differ only by the mark of a wrapper")
     return result
+
+
+def _is_of_ddp(names: Iterable[str], known: Collection[str]) -> bool:
+    names, known = list(names), set(known)
+    if not names or not all(name.startswith(_DDP) for name in names):
+        return False
+    own = sum(canonical(name) in known for name in names)
+    return own <= sum(canonical(name.removeprefix(_DDP)) in known for name in names)
 
 
 def looks_like_buffer(name: str, dtype: torch.dtype) -> bool:

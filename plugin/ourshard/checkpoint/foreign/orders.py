@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..source import CheckpointError
-from .integer_keys import Order
+from .integer_keys import Order, given_order
 from .runfiles import read_json
 
 NAMES_FILE = "parameter_names.json"
@@ -65,10 +65,10 @@ _SIBLINGS_BELOW_CODERS: tuple[tuple[str, ...], ...] = (("k_proj", "v_proj", "q_p
 def orders(folder: Path, names: Sequence[str], given: Sequence[str] | None) -> Iterator[Order]:
     """Yield the orders that can be had for a model with these names, the most certain first."""
     if given is not None:
-        yield Order(tuple(given), "the model")
+        yield given_order(given)
         return
     if (folder / NAMES_FILE).is_file():
-        yield Order(_names_of_file(folder / NAMES_FILE), NAMES_FILE)
+        yield Order(_names_of_file(folder / NAMES_FILE), NAMES_FILE, of_parameters=True)
         return
     config = folder / "config.json"
     if config.is_file() and importlib.util.find_spec("transformers") is not None:
@@ -99,7 +99,7 @@ def order_by_config(config: Mapping[str, Any], names: Sequence[str]) -> Order | 
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
     if not set(names) <= known:
         return None
-    return Order(tuple(defined), "config.json")
+    return Order(tuple(defined), "config.json", of_parameters=True)
 
 
 def _is_plausible(config: Mapping[str, Any], tensors: int) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import xxhash
 
+from ..source import Source, TensorKey
 from ..tensor_bytes import bytes_of
 from .stored import Readable
 
@@ -96,6 +97,15 @@ def sampled_equal(one: Readable, other: Readable) -> bool:
         return False
     spans = list(_samples(one.shape)) if one.shape else [(0, 1)]
     return all(same_bits(one.read(*span, check=False), other.read(*span, check=False)) for span in spans)
+
+
+def equal_rows(source: Source, one: TensorKey, other: TensorKey) -> bool:
+    """Tell whether sampled rows of two tensors of a checkpoint are equal in shape, dtype and bytes."""
+    infos = source.tensors[one], source.tensors[other]
+    if infos[0].shape != infos[1].shape or infos[0].dtype != infos[1].dtype:
+        return False
+    spans = list(_samples(infos[0].shape)) if infos[0].shape else [(0, 1)]
+    return all(same_bits(source.read(one, *span), source.read(other, *span)) for span in spans)
 
 
 def is_copy(copy: Readable, master: Readable) -> bool:
