@@ -33,7 +33,7 @@ def take_coding(engine: Engine, boxes: MutableMapping[TensorKey, list[LocalBox]]
     world = engine.mesh.world
     for key, residual in _residuals(engine):
         boxes[key] = [LocalBox((world.size, residual.numel()), to_host(residual.view(1, -1)), (world.rank, 0))]
-    counts = torch.tensor([coder.reductions for coder in _coders(engine)])
+    counts = torch.tensor([coder.reductions for coder in _coders(engine)], device="cpu")
     if lead and any(coder.codec.stochastic for coder in _coders(engine)):
         boxes[REDUCTIONS] = [LocalBox(tuple(counts.shape), counts)]
 

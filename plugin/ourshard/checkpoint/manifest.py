@@ -321,7 +321,7 @@ def load_scalars(table: Mapping[str, Any]) -> dict[TensorKey, torch.Tensor]:
     scalars = {}
     for kind, groups in table.items():
         for group in groups:
-            tensor = torch.tensor(plain.decode(group["value"]), dtype=DTYPES[group["dtype"]])
+            tensor = torch.tensor(plain.decode(group["value"]), dtype=DTYPES[group["dtype"]], device="cpu")
             if tensor.dim():
                 raise CheckpointError(f"{kind}: {group['value']!r} is no number")
             for name in group["names"]:

@@ -169,7 +169,7 @@ def overlapping(pieces: Sequence[Piece], start: int, stop: int) -> Iterator[Piec
 def read_run(pool: FilePool, info: TensorInfo, pieces: Sequence[Piece], start: int, stop: int) -> torch.Tensor:
     """Read elements [start, stop) into a new 1-d tensor; raise CheckpointError naming those that are missing."""
     spans = _spans(pool, info, pieces, start, stop)
-    result = torch.empty(stop - start, dtype=info.dtype)  # no sooner: a shape alone proves no bytes
+    result = torch.empty(stop - start, dtype=info.dtype, device="cpu")  # no sooner: a shape alone proves no bytes
     _read_spans(pool, info, spans, start, bytes_of(result))
     return result
 

@@ -97,7 +97,7 @@ def _decode_tensor(value: Mapping[str, Any]) -> torch.Tensor:
     data, dtype, shape = _from_text(value), DTYPES[value["dtype"]], value["shape"]
     if math.prod(shape) * dtype.itemsize != len(data) or any(length < 0 for length in shape):
         raise ValueError(f"{len(data)} bytes for shape {shape} of {dtype}")
-    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _decode_array(value: Mapping[str, Any]) -> Any:

@@ -253,7 +253,7 @@ class Source(ABC):
         if not 0 <= start <= stop <= info.numel:
             raise ValueError(f"{key}: elements {start}:{stop} of a tensor with {info.numel}")
         if start == stop:
-            return torch.empty(0, dtype=info.dtype)
+            return torch.empty(0, dtype=info.dtype, device="cpu")
         first, last = start // info.row_numel, -(-stop // info.row_numel)
         rows = self.read(key, first, last).reshape(-1)
         skipped = first * info.row_numel

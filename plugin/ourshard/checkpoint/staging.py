@@ -34,7 +34,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory: HostMemory | None = None
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used = 0
         self._fits = False  # the block held all of the last save
         self._stream: torch.cuda.Stream | None = None
@@ -57,7 +57,7 @@ class Staging:
         if not self._fits:
             counter = _Counter()
             take(counter.to_host)
-            self._block = torch.empty(0, dtype=torch.uint8)
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._memory = HostMemory(device, pin=True, user="checkpoint.asynchronous", advice="")
             self._block = self._memory.take(counter.nbytes, torch.uint8)
         self._used, self._fits = 0, True
@@ -99,12 +99,12 @@ class _Counter:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self.nbytes += _aligned(tensor.nbytes)
         if self._scratch.numel() < tensor.nbytes:
-            self._scratch = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            self._scratch = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
         return self._scratch[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

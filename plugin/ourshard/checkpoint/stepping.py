@@ -288,7 +288,7 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor) and isinstance(value, (torch.Tensor, int, float)):
-            new = torch.as_tensor(value)
+            new = torch.as_tensor(value, device=own.device)
             if new.shape == own.shape:
                 own.copy_(new)
                 continue
@@ -325,7 +325,7 @@ def _state_of(
             value = saved.source.read(info.key).clone()
             state[key] = value.to(stepped.device) if on_device and key == "step" else value
     if "step" in state and not saved.source.is_own:  # others count in integers, torch's optimizers in fp32
-        step = torch.as_tensor(state["step"], dtype=torch.float32)
+        step = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
         state["step"] = step.to(stepped.device) if on_device else step
     return state
 

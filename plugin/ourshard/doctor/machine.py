@@ -62,7 +62,7 @@ def _pinning(device: torch.device) -> Iterator[Finding]:
         yield Finding("pinned memory", f"ulimit -l is {limit}; without a GPU nothing is pinned", values=values)
         return
     try:
-        torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True)
+        torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError as error:
         text = f"{_PINNED // _MIB} MiB can't be pinned (ulimit -l is {limit}): {str(error).splitlines()[0]}"
         fix = "ulimit -l unlimited (docker run --ulimit memlock=-1), or offload.pin_memory: false"

@@ -107,9 +107,9 @@ def _ask(rank: int, messages: dist.ProcessGroup) -> float:
     """Return how far `rank`'s clock is ahead of this one's, in seconds."""
     trips = []
     for _ in range(_TRIPS):
-        answer = torch.zeros(1, dtype=torch.float64)
+        answer = torch.zeros(1, dtype=torch.float64, device="cpu")
         began = time.time()
-        dist.send(torch.zeros(1, dtype=torch.float64), rank, group=messages)
+        dist.send(torch.zeros(1, dtype=torch.float64, device="cpu"), rank, group=messages)
         dist.recv(answer, rank, group=messages)
         ended = time.time()
         trips.append((ended - began, float(answer) - (began + ended) / 2))
@@ -118,5 +118,5 @@ def _ask(rank: int, messages: dist.ProcessGroup) -> float:
 
 def _answer(messages: dist.ProcessGroup) -> None:
     for _ in range(_TRIPS):
-        dist.recv(torch.zeros(1, dtype=torch.float64), 0, group=messages)
-        dist.send(torch.tensor([time.time()], dtype=torch.float64), 0, group=messages)
+        dist.recv(torch.zeros(1, dtype=torch.float64, device="cpu"), 0, group=messages)
+        dist.send(torch.tensor([time.time()], dtype=torch.float64, device="cpu"), 0, group=messages)

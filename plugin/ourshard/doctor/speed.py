@@ -77,7 +77,7 @@ def _repeat(transfer: Callable[[int], int], most: int) -> int:
 
 def measure_adamw(local_ranks: int) -> list[Finding]:
     """Step AdamW on the host, as `offload.optimizer: cpu` does; all ranks of a host at once."""
-    parameter = torch.nn.Parameter(torch.zeros(_NUMEL))
+    parameter = torch.nn.Parameter(torch.zeros(_NUMEL, device="cpu"))
     parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
     optimizer.step()  # makes the state

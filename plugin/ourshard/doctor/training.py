@@ -58,7 +58,7 @@ def _batches(world: int, ranks: range, device: torch.device) -> Iterator[torch.T
     """Yield each step's samples of `ranks`, drawn alike on every rank."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(_STEPS):
-        drawn = torch.randn(world, _SAMPLES, _WIDTH, generator=generator)
+        drawn = torch.randn(world, _SAMPLES, _WIDTH, generator=generator, device="cpu")
         yield drawn[ranks.start : ranks.stop].flatten(0, 1).to(device)
 
 

@@ -25,7 +25,7 @@ class LateFlag:
         """Say whether a rank had raised it at the call before; alone, whether this one has now."""
         if self._group is None:
             return mine
-        before, flag = self._sent, torch.tensor([mine], dtype=torch.uint8)
+        before, flag = self._sent, torch.tensor([mine], dtype=torch.uint8, device="cpu")
         work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._sent = flag, work
         if before is None:

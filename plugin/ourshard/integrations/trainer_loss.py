@@ -39,7 +39,8 @@ class Count(torch.Tensor):
 
     @staticmethod
     def of(number: Any, used: list[str]) -> Count:
-        count = torch.Tensor._make_subclass(Count, torch.as_tensor(number))
+        value = number if isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
+        count = torch.Tensor._make_subclass(Count, value)
         count.used = used
         return count
 

@@ -139,7 +139,7 @@ def measure(folder: Path) -> Speed:
     """Write and read a file as a step would; it is gone after. Raises `OSError`."""
     file = DiskFile(folder, _TRIED)
     start = file.take(_TRIED)
-    base = torch.zeros(_TRIED + BLOCK, dtype=torch.uint8)
+    base = torch.zeros(_TRIED + BLOCK, dtype=torch.uint8, device="cpu")
     buffer = base[-base.data_ptr() % BLOCK :][:_TRIED]
     times = [time.perf_counter()]
     for move in (file.write, file.read):

@@ -22,7 +22,7 @@ def start_seconds(device: torch.device) -> float:
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model = _model()
-        batch = torch.randn(_SHAPE)
+        batch = torch.randn(_SHAPE, device=device)
     spent = []
     for _ in range(_REPEATS + 3):
         model.zero_grad(set_to_none=True)
@@ -42,6 +42,6 @@ def _model() -> nn.Module:
 def _kernels() -> int:
     """Count the kernels of one forward and backward."""
     with torch.device("meta"):
-        model, batch = _model(), torch.empty(_SHAPE)
+        model, batch = _model(), torch.empty(_SHAPE, device="meta")
     traced = trace(model, [UnitParts([model])], {"input": batch})
     return sum(visit.calls for visit in traced.visits)

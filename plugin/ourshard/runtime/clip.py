@@ -215,7 +215,7 @@ def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
         engine.collectives.all_reduce(local, axis, "the gradient norm", op)
         parts.append(local)
     if not parts:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     stacked = torch.stack([part.to(parts[-1].device) for part in parts])
     return stacked.max() if math.isinf(order) else stacked.sum() ** (1.0 / order)
 

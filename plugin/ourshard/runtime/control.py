@@ -24,7 +24,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -197,9 +197,9 @@ class _Exchange:
         self.label = label
         self._world = world
         raw = label.encode()[: _LABEL_BYTES - 1]
-        self._mine = torch.zeros(_LABEL_BYTES, dtype=torch.uint8)
+        self._mine = torch.zeros(_LABEL_BYTES, dtype=torch.uint8, device="cpu")
         self._mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else self._mine[:0]
-        self._whole = torch.empty(world * _LABEL_BYTES, dtype=torch.uint8)
+        self._whole = torch.empty(world * _LABEL_BYTES, dtype=torch.uint8, device="cpu")
         self.work = all_gather_flat(self._whole, self._mine, group=group, async_op=True)
 
     def told(self) -> list[str]:
@@ -255,7 +255,7 @@ class Control:
         Collective over all ranks. The time that a collective may wait (`timeout`) does not count here.
         """
         if self.patient is not None:
-            flag = torch.zeros(1, dtype=torch.uint8)
+            flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._wait(dist.all_reduce(flag, group=self.patient, async_op=True), label)
 
     def agree_on(self, wish: str, prefix: str) -> list[str]:
@@ -314,15 +314,18 @@ class Control:
         """Return, for each flag, whether any rank set it. Collective; all ranks give the same number of flags."""
         if self.group is None or self._silent:
             return flags
-        return self._reduced(torch.tensor(flags, dtype=torch.uint8), dist.ReduceOp.MAX, label).bool().tolist()  # type: ignore[no-any-return]
+        return self._reduced(flags, torch.uint8, dist.ReduceOp.MAX, label).bool().tolist()  # type: ignore[no-any-return]
 
     def add(self, numbers: list[int], label: str) -> list[int]:
         """Return the sums over ranks, modulo 2^64 with a sign. Collective; all ranks give as many numbers."""
         if self.group is None or self._silent:
             return numbers
-        return self._reduced(torch.tensor(numbers, dtype=torch.int64), dist.ReduceOp.SUM, label).tolist()  # type: ignore[no-any-return]
+        return self._reduced(numbers, torch.int64, dist.ReduceOp.SUM, label).tolist()  # type: ignore[no-any-return]
 
-    def _reduced(self, told: torch.Tensor, op: dist.ReduceOp.RedOpType, label: str) -> torch.Tensor:
+    def _reduced(
+        self, numbers: Sequence[int], dtype: torch.dtype, op: dist.ReduceOp.RedOpType, label: str
+    ) -> torch.Tensor:
+        told = torch.tensor(numbers, dtype=dtype, device="cpu")
         self._wait(dist.all_reduce(told, op=op, group=self.group, async_op=True), label)
         return told
 

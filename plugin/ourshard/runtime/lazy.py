@@ -234,7 +234,7 @@ def _cast(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
     if not isinstance(tensor, LazyTensor) or (tensor.requires_grad and torch.is_grad_enabled()):
         return NotImplemented
-    like = func(torch.empty((), dtype=tensor.dtype), *args[1:], **kwargs)
+    like = func(torch.empty((), dtype=tensor.dtype, device="cpu"), *args[1:], **kwargs)
     if not isinstance(like, torch.Tensor) or like.device.type != "cpu":
         return NotImplemented
     if like.dtype == tensor.dtype:
@@ -314,7 +314,7 @@ def _takes_data(func: Any, args: Args, kwargs: Kwargs) -> bool:
 def _like(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make a new tensor that takes shape, dtype and device from a lazy one, but no values."""
     with torch._C.DisableTorchFunctionSubclass():
-        plain = torch.empty(args[0].shape, dtype=args[0].dtype)  # takes no memory before it is written
+        plain = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")  # takes no memory before it is written
         return func(plain, *args[1:], **kwargs)
 
 
@@ -356,7 +356,7 @@ def _copied(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(value, LazyTensor):
         tensor._cell.source = value.source if value.dtype == tensor.dtype else Cast(value.source, tensor.dtype)
         return tensor
-    tensor._cell.real = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(value.detach())
+    tensor._cell.real = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(value.detach())
     _become_real(tensor)
     return tensor
 

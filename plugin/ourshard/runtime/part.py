@@ -88,7 +88,7 @@ def outline(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, to
     for name, value in persistent(module):
         key: object = homes.get(id(value), id(value))
         if key not in made:
-            made[key] = torch.empty(tuple(value.shape), dtype=_dtype_of(value, homes, dtype))
+            made[key] = torch.empty(tuple(value.shape), dtype=_dtype_of(value, homes, dtype), device="cpu")
         found[name] = made[key]
     return found
 

@@ -118,7 +118,7 @@ def _probe(kind: type[Optimizer], options: dict[str, Any], own: dict[str, Any]) 
 def _tensors(seed: int) -> list[torch.Tensor]:
     """Return a matrix and the gradients of three steps."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(6, 8, generator=generator, dtype=torch.float64).float() for _ in range(4)]
+    return [torch.randn(6, 8, generator=generator, dtype=torch.float64, device="cpu").float() for _ in range(4)]
 
 
 def _flat_pieces(tensor: torch.Tensor) -> list[torch.Tensor]:

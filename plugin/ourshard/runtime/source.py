@@ -36,7 +36,7 @@ def scratch(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """
     numel = math.prod(shape)
     if numel * dtype.itemsize < _MAPPED_FROM:
-        return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype).view(tuple(shape))
 
 
@@ -78,7 +78,7 @@ class FileSource(Source):
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         global _bytes_read
-        found = torch.empty(stop - start, dtype=self.dtype)
+        found = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         if stop == start:
             return found
         buffer = memoryview(found.view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ class Joined(Source):
         self._runs = [math.prod(part.shape[dim:]) for part in parts]  # elements of each part in one row of the whole
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        found = torch.empty(stop - start, dtype=self.dtype)
+        found = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         period = sum(self._runs)
         for row in range(start // period, -(-stop // period)) if stop > start else ():
             begin = row * period
@@ -184,7 +184,7 @@ class Sliced(Source):
         self._offset = start * inner
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        found = torch.empty(stop - start, dtype=self.dtype)
+        found = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         for row in range(start // self._run, -(-stop // self._run)) if stop > start else ():
             first, last = max(row * self._run, start), min((row + 1) * self._run, stop)
             offset = row * (self._period - self._run) + self._offset

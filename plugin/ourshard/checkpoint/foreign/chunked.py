@@ -87,7 +87,7 @@ class ChunkedTensor:
         """Return these rows, contiguous and owned."""
         if not self.shape:
             return self.chunks[0].reader(self.dtype, self.label).read(0, 1, check)
-        result = torch.empty((stop_row - start_row, *self.shape[1:]), dtype=self.dtype)
+        result = torch.empty((stop_row - start_row, *self.shape[1:]), dtype=self.dtype, device="cpu")
         if result.numel() == 0:
             return result
         for chunk in self._chunks_of(start_row, stop_row):

@@ -202,7 +202,7 @@ def _optimizer_folder(source: Source, world: int) -> Folder:
 def _as_torch_keeps(kind: str, value: Any) -> Any:
     """Return a step that is a bare number (DeepSpeed's CPU Adam) as the tensor that torch's optimizers have."""
     if kind == "step" and isinstance(value, (int, float)):
-        return torch.tensor(float(value))
+        return torch.tensor(float(value), device="cpu")
     return value
 
 

@@ -128,7 +128,7 @@ class StoredTensor:
         tensor = self.tensor
         shape = (stop_row - start_row, *tensor.shape[1:]) if tensor.shape else ()
         if 0 in shape:
-            return torch.empty(shape, dtype=tensor.dtype)
+            return torch.empty(shape, dtype=tensor.dtype, device="cpu")
         first = tensor.offset + (start_row * tensor.stride[0] if shape else 0)
         if tensor.is_contiguous:
             return self._run(first, math.prod(shape), check).reshape(shape)
@@ -145,7 +145,7 @@ class StoredTensor:
 
     def _run(self, first: int, numel: int, check: bool) -> torch.Tensor:
         """Return a run of elements of the storage."""
-        result = torch.empty(numel, dtype=self.dtype)
+        result = torch.empty(numel, dtype=self.dtype, device="cpu")
         self.content.read_into(first * self.dtype.itemsize, bytes_of(result), check)
         return result
 
@@ -165,7 +165,7 @@ class StoredTensor:
         """Read the rows of a tensor whose dimensions lie in another order (column-major, channels last), run by run."""
         outer, inner = order[: order.index(0)], order[order.index(0) :]
         run = math.prod(shape[dim] for dim in inner)
-        result = torch.empty((math.prod(shape[dim] for dim in outer), run), dtype=self.dtype)
+        result = torch.empty((math.prod(shape[dim] for dim in outer), run), dtype=self.dtype, device="cpu")
         for place, index in enumerate(itertools.product(*(range(shape[dim]) for dim in outer))):
             begin = first + sum(i * self.tensor.stride[dim] for i, dim in zip(index, outer, strict=True))
             self.content.read_into(begin * self.dtype.itemsize, bytes_of(result[place]), check)
@@ -242,7 +242,7 @@ class FlatTensor:
 
     def read_flat(self, begin: int, end: int, check: bool = True) -> torch.Tensor:
         """Return elements of the flattened tensor."""
-        flat = torch.empty(end - begin, dtype=self.dtype)
+        flat = torch.empty(end - begin, dtype=self.dtype, device="cpu")
         self._fill(begin, bytes_of(flat), check)
         return flat
 

@@ -127,7 +127,7 @@ class _Filled(Source):
             return self.base.read(key, start_row, stop_row)
         info = self.tensors[key]
         start, stop = info.rows_within(start_row, stop_row)
-        return torch.zeros(info.shape_of(start, stop), dtype=info.dtype)
+        return torch.zeros(info.shape_of(start, stop), dtype=info.dtype, device="cpu")
 
 
 def _write_parameter(source: _Filled, workspace: Workspace, folder: str, name: str, keys: Sequence[TensorKey]) -> None:
@@ -146,7 +146,7 @@ def _step(source: Source, name: str) -> torch.Tensor:
     if key in source.tensors:
         return source.read(key)
     own = source.description.param_state.get(name, {}).get("step", source.description.step or 0)
-    return torch.tensor(float(own))
+    return torch.tensor(float(own), device="cpu")
 
 
 def _write_common(source: Source, workspace: Workspace, tag: str) -> None:
@@ -183,7 +183,7 @@ def _model_states(
             module[key.name] = archive.tensor(key)
         elif key.kind in (PARAM, BUFFER):
             own = description.own_dtypes.get(key.name, info.dtype)
-            module[key.name] = archive.plain(torch.empty(0, dtype=own))
+            module[key.name] = archive.plain(torch.empty(0, dtype=own, device="cpu"))
     return {
         "module": module,
         "buffer_names": [key.name for key in source.tensors if key.kind == BUFFER],
