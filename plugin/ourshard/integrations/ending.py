@@ -3,10 +3,10 @@
 Note [The first failure]
 One rank raises; the ranks that wait for it then fail too, because its connections close. Only the first traceback says
 anything. So a rank whose exception is about a lost connection waits `GRACE` seconds before it prints: under torchrun
-it is ended within that time and prints nothing. The first failing rank also hands its traceback to torchrun, which
-shows it as the root cause at the end of the log, and then leaves with `os._exit`, after the exit functions: the
-destructors of a process group whose peers are stuck may wait for ever, and torchrun sees a failure only when the
-process is gone.
+it is ended within that time and prints nothing; elsewhere it says which rank has gone, and why: Note [Last words]. The
+first failing rank also hands its traceback to torchrun, which shows it as the root cause at the end of the log, and
+then leaves with `os._exit`, after the exit functions: the destructors of a process group whose peers are stuck may wait
+for ever, and torchrun sees a failure only when the process is gone.
 
 Note [Threads of process groups]
 A thread of a gloo group frees the tensors of a collective after the main thread was told of its end. If that needs the
@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,15 +32,15 @@ from typing import Any
 import torch.distributed as dist
 
 from ourshard.integrations import stopping
-from ourshard.runtime.control import DesyncError, stop_watching
+from ourshard.runtime import control
+from ourshard.runtime.control import DesyncError, explain_lost_connection, say_last_words, stop_watching
 from ourshard.runtime.engine import ENGINES
 from ourshard.runtime.graphs import let_go_of_graphs
+from ourshard.runtime.last_words import LostRankError, is_about_a_connection
 from ourshard.runtime.mesh import let_go, let_go_of_all
 
 GRACE = 3.0  # seconds that a rank with a lost connection leaves to the one that failed first
 LEAVE_WITHIN = 5.0  # seconds that exit functions get after an exception
-
-_LOST = ("connection closed", "connection reset", "connection was", "broken pipe", "socket", "gloo", "nccl")
 
 _watched = False
 
@@ -51,6 +51,7 @@ def watch() -> None:
     if _watched or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     _watched = True
+    control.watch()  # this rank has words from now on
     atexit.register(_leave_group)
     sys.excepthook = _on_exception(sys.excepthook)
 
@@ -80,15 +81,19 @@ def _on_exception(show: Callable[..., Any]) -> Callable[..., None]:
     """Return an excepthook around `show`, the one that prints."""
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        first = not about_a_lost_connection(value)
+        if first:
+            say_last_words(value)
         if not isinstance(value, Exception):  # Ctrl-C
             show(kind, value, trace)
             return
-        first = not about_a_lost_connection(value)
         if not first:
             time.sleep(GRACE)
         show(kind, value, trace)
         if first:
             _tell_launcher(value)
+        elif not any(isinstance(error, LostRankError) for error in _causes(value)):
+            print(explain_lost_connection(), file=sys.stderr)
         _leave()
 
     return excepthook
@@ -98,15 +103,15 @@ def about_a_lost_connection(error: BaseException) -> bool:
     """Return whether an exception, or what it was raised from, only says that another rank has gone, and not why."""
     if isinstance(error, DesyncError):
         return False
+    return any(isinstance(cause, LostRankError) or is_about_a_connection(cause) for cause in _causes(error))
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Return an exception and those that it was raised from."""
     seen: BaseException | None = error
     while seen is not None:
-        text = str(seen).lower()
-        if isinstance(seen, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
-            return True
-        if isinstance(seen, RuntimeError) and any(word in text for word in _LOST):
-            return True
+        yield seen
         seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def _tell_launcher(error: BaseException) -> None:

@@ -4,23 +4,57 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ourshard import __version__
 from ourshard.config import CheckpointFormat, Codec, ShardConfig, Transport
 from ourshard.runtime.coded import weight_codec
 from ourshard.runtime.coded_gradients import gradient_codec
+from ourshard.runtime.control import waiting
 from ourshard.runtime.engine import Engine
 from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.inventory import Parameter, UnitParameters, merge_numel, small_numel, take_stock
 from ourshard.runtime.lazy import source_of
 from ourshard.runtime.links import assumed
+from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.quantized import refuse_quantized
 from ourshard.runtime.wording import counted, shorten
 from ourshard.runtime.wrap import canonical
+from ourshard.values import flatten
+
+# What may differ between ranks, as machines do.
+_OF_A_MACHINE = ("offload.nvme_path", "offload.pin_memory", "offload.max_pinned")
+
+
+def check_same_config(config: ShardConfig, cast_small: bool, mesh: Mesh | DeviceMesh | None) -> None:
+    """Raise `ValueError` on all ranks where what they are asked to do differs. Collective.
+
+    It comes before process groups are made: ranks that ask for different ones wait for each other as long as they may.
+    Ranks of a mesh that was given without a group for such words tell each other nothing.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or (isinstance(mesh, Mesh) and mesh.control is None):
+        return
+    mine = {key: value for key, value in flatten(config.to_dict()).items() if key not in _OF_A_MACHINE}
+    versions = {"the version of ourshard": __version__, "the version of torch": torch.__version__.split("+")[0]}
+    given = tuple(mesh.mesh.shape) if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+    mine |= {"cast_small": cast_small, "the mesh": given, **versions}
+    told: list[Any] = [None] * dist.get_world_size()
+    with waiting("comparing the configs of all ranks"):
+        dist.all_gather_object(told, mine)
+    for rank, other in enumerate(told):
+        for key in mine:
+            if other.get(key) != told[0].get(key):
+                raise ValueError(
+                    f"{key} is {told[0].get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}; all ranks need "
+                    "the same: look for a branch on the rank, and for files, variables and packages of one machine."
+                )
 
 
 def checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
@@ -168,7 +202,13 @@ def _check_same_model(model: nn.Module, stock: list[UnitParameters], engine: Eng
 
 
 def _difference(first: list[str], other: list[str], rank: int) -> str:
-    """Say what rank 0 and another have of their own; where one has nothing more, the order differs."""
+    """Say what rank 0 and another have of their own, or where their order differs."""
+    if sorted(first) == sorted(other):
+        here, there = next(pair for pair in zip(first, other, strict=True) if pair[0] != pair[1])
+        return (
+            f"Ranks hold different models: rank {rank} has {there} where rank 0 has {here}, and has that elsewhere. "
+            "Make the modules in the same order on all ranks; look for a set that they are made from."
+        )
     only_first = [text for text in first if text not in other][:1] or ["nothing more"]
     only_other = [text for text in other if text not in first][:1] or ["nothing more"]
     return f"Ranks hold different models: rank 0 has {only_first[0]}, rank {rank} has {only_other[0]}."

@@ -14,7 +14,8 @@ So does a rank that waits in a collective of the model itself, where the host is
 be ahead of another that a slow link still serves; so it raises at once only if all have begun as many waits as it has,
 and else when nothing has changed for `UNEVEN_AFTER` seconds.
 
-A rank whose script is over says so, too: what is left of the others' collectives then fails, and they name that rank.
+A rank that ends says so, too: what is left of the others' collectives then fails, and they name that rank
+(Note [Last words]).
 Where a phase begins, ranks say how many steps there were: one that left a step out has rows of other weights.
 """
 
@@ -24,14 +25,15 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ourshard.runtime.last_words import LastWords, LostRankError, is_about_a_connection, store_is_gone
 from ourshard.runtime.mesh import Mesh, host_group
 from ourshard.runtime.meter import Meter, Spent
 from ourshard.runtime.streams import profiler_range
@@ -73,19 +75,15 @@ class Waiting:
         if kind is None:
             self._watch.last = self.label
             self._watch.current = None
-        elif isinstance(error, RuntimeError) and not isinstance(error, DesyncError):
-            ended = self._watch.ended()
-            if ended:
-                raise DesyncError(_left_alone(self.label, self._watch.rank, ended)) from error
+        elif error is not None and is_about_a_connection(error):
+            raise self._watch.explain(f" waits in: {self.label}") from error
 
 
-def _left_alone(label: str, rank: int, ended: list[int]) -> str:
-    names = " and rank ".join(map(str, ended))
+def _left_alone(waits: str, ended: Iterable[int]) -> str:
     return (
-        f"Rank {names} came to the end of the script, and rank {rank} waits in: "
-        f"{label}. Every rank must run as many batches (let the Accelerator prepare the data loader, or put "
-        "`accelerator.join_uneven_inputs` around the loop) and make the same calls; look for a `break`, `continue`, "
-        "exit or `is_main_process` on one rank."
+        f"Rank {' and rank '.join(map(str, ended))} came to the end of the script, and {waits}. Every rank must run as "
+        "many batches (let the Accelerator prepare the data loader, or put `accelerator.join_uneven_inputs` around the "
+        "loop) and make the same calls; look for a `break`, `continue`, exit or `is_main_process` on one rank."
     )
 
 
@@ -107,8 +105,7 @@ class Watch:
         self.rank = rank
         self.world = world
         self._store = dist.PrefixStore("ourshard/waits", store)
-        with suppress(Exception):  # there is nothing to delete
-            self._store.delete_key(f"ended/{rank}")  # by an earlier group of this process
+        self.last_words = LastWords(self._store, rank, world)
         self.current: Waiting | None = None
         self.begun = 0  # waits of this process
         self._seen: tuple[Waiting | None, float] = None, 0.0  # what was current when the thread last looked, and since
@@ -122,18 +119,20 @@ class Watch:
         """End the thread; it may be in the middle of a word to the store. Tell the others that this rank ends."""
         self._stopped.set()
         self._thread.join(timeout=1.0)
-        with suppress(Exception):  # the store may be gone
-            self._store.set(f"ended/{self.rank}", "")
+        self.last_words.say()
 
-    def ended(self) -> list[int]:
-        """Return the ranks that came to their end."""
-        with suppress(Exception):
-            return [rank for rank in range(self.world) if self._store.check([f"ended/{rank}"])]
-        return []
+    def explain(self, waits: str) -> RuntimeError:
+        """Return the error that says why a collective of this rank failed, and `waits`: what this rank did."""
+        waits = f"rank {self.rank}{waits}"
+        account = self.last_words.account()
+        if account is not None and account.over and not account.failed:
+            return DesyncError(_left_alone(waits, account.over))
+        return LostRankError(account.told(waits) if account is not None else store_is_gone(waits))
 
     def _run(self) -> None:
         while not self._stopped.wait(1.0):
             try:
+                self.last_words.answer()
                 self._post(self.current)
             except Exception:  # the store is gone: the job ends
                 return
@@ -181,6 +180,19 @@ def waiting(label: str) -> AbstractContextManager[None]:
     """Tell the other ranks what this one waits for in a collective that no engine issues, should it take long."""
     running = watch()
     return Waiting(running, label) if running is not None else nullcontext()
+
+
+def say_last_words(error: BaseException) -> None:
+    """Tell the other ranks which exception ends this one."""
+    for running in _WATCHES.values():
+        running.last_words.say(error)
+
+
+def explain_lost_connection() -> str:
+    """Return what became of the rank whose connection was lost, "" where nobody can say."""
+    for running in _WATCHES.values():
+        return str(running.explain(" waits for it in a collective of the script"))
+    return ""
 
 
 def stop_watching() -> None:
@@ -402,11 +414,16 @@ class Control:
 
     @staticmethod
     def _done(work: dist.Work) -> bool:
+        """Wait for a while, and say whether the collective is over; raise its error.
+
+        An error comes sooner than the end of a wait. gloo's reduce-scatter does not count as completed where it failed.
+        """
+        patience, began = REPORT_AFTER / 2, time.monotonic()
         try:
-            work.wait(timedelta(seconds=REPORT_AFTER / 2))
+            work.wait(timedelta(seconds=patience))
             return True
         except RuntimeError:
-            if work.is_completed():
+            if work.is_completed() or time.monotonic() - began < patience / 2:
                 raise
             return False
 

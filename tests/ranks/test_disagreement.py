@@ -1,0 +1,76 @@
+"""Ranks that are asked for different things, or build different models, are told which before any of them waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks.nets import toy
+
+pytestmark = pytest.mark.ranks
+
+# Of these some trained wrongly without a word, some ended the process in gloo, one hung.
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stage": ({"stage": 3}, {"stage": 2}),
+    "shard_size": ({}, {"shard_size": 1}),
+    "communication.reduce_op": ({}, {"communication": {"reduce_op": "sum"}}),
+    "precision.reduce_dtype": ({}, {"precision": {"reduce_dtype": "bfloat16"}}),
+    "precision.master_dtype": ({}, {"precision": {"master_dtype": "bfloat16"}}),
+    "prefetch.forward": ({}, {"prefetch": {"forward": 3}}),
+    "ledger": ({}, {"ledger": True}),
+}
+
+
+def ask_for_different_things() -> dict[str, str]:
+    """Return what this rank is told where another has another config."""
+    import ourshard
+
+    told = {}
+    for name, pair in DIFFERENCES.items():
+        with pytest.raises(ValueError) as error:
+            ourshard.shard_model(toy(), pair[min(dist.get_rank(), 1)])
+        told[name] = str(error.value)
+    return told
+
+
+def test_a_config_that_differs_between_ranks_is_refused_by_key_value_and_rank(ranks):
+    for told in ranks(3)(ask_for_different_things):
+        for name, text in told.items():
+            assert text.startswith(f"{name} is "), text
+            assert " on rank 0 and " in text, text
+            assert " on rank 1; all ranks need the same" in text, text
+
+
+def with_disks_of_their_own(folder: str) -> float:
+    import ourshard
+
+    offload = {"optimizer": "nvme", "nvme_path": f"{folder}/{dist.get_rank()}"}
+    model = ourshard.shard_model(toy(), {"stage": 3, "persist_below": 0, "offload": offload})
+    return model(torch.ones(2, 13)).sum().item()
+
+
+def test_machines_may_have_disks_of_their_own(ranks, tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    first, second = ranks(2)(with_disks_of_their_own, str(tmp_path))
+    assert first == second
+
+
+def made_in_another_order() -> str:
+    import ourshard
+
+    names = ["red", "blue"] if dist.get_rank() == 0 else ["blue", "red"]
+    model = nn.ModuleDict({name: nn.Linear(13, 13) for name in names})
+    with pytest.raises(ValueError) as error:
+        ourshard.shard_model(model, {"stage": 3, "persist_below": 0})
+    return str(error.value)
+
+
+def test_a_model_whose_parts_are_in_another_order_on_a_rank_is_named_so(ranks):
+    for told in ranks(2)(made_in_another_order):
+        assert "rank 1 has blue.weight (13, 13) torch.float32 True where rank 0 has red.weight" in told
+        assert "in the same order" in told
