@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ def recompute_in_backward(model: nn.Module, modules: list[nn.Module], inputs: In
         inputs.follow(own)
     call = checkpoint if inputs is None else partial(inputs.around, checkpoint)
     for module in rest:
-        module.forward = partial(_recomputed, call, module.forward, _saved_buffers(module))  # type: ignore[method-assign]
+        module.forward = partial(_recomputed, call, module.forward, _Buffers(module))  # type: ignore[method-assign]
 
 
 def _outermost(module: nn.Module, units: set[nn.Module]) -> list[nn.Module]:
@@ -52,23 +53,76 @@ def recomputes_itself(model: nn.Module) -> bool:
     return bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
-_Buffers = list[tuple[nn.Module, str]]  # owners and names
+class _Buffers:
+    """The persistent buffers of a unit, by owner and name, and which of them its forwards read and change.
+
+    Those of norms change, too, but what a norm computes in training does not depend on them.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self.places = [
+            (module, name)
+            for module in unit.modules()
+            for name, value in module._buffers.items()
+            if value is not None and name not in module._non_persistent_buffers_set
+        ]
+        self._kept: list[bool] | None = None  # whose values are; None before the first forward in training
+
+    def look(self) -> list[_Seen]:
+        """Return the buffers before a forward, with the values of those that it may read and change."""
+        kept = self._kept or [not isinstance(module, _NormBase) for module, _ in self.places]
+        return [_Seen.of(*place, keep) for place, keep in zip(self.places, kept, strict=True)]
+
+    def changed(self, before: list[_Seen]) -> list[_Seen]:
+        """Return those that a forward has changed. From the first one on, only values of such buffers are kept.
+
+        A buffer that begins to change later is read as that forward left it when it runs again, and then as it was.
+        """
+        found = [seen.has_changed() for seen in before]
+        if self._unit.training:
+            known = self._kept or [False] * len(found)
+            of_norms = [isinstance(seen.module, _NormBase) for seen in before]
+            each = zip(known, found, of_norms, strict=True)
+            self._kept = [kept or (changed and not of_norm) for kept, changed, of_norm in each]
+        return [seen for seen, changed in zip(before, found, strict=True) if changed]
 
 
-def _saved_buffers(unit: nn.Module) -> _Buffers:
-    return [
-        (module, name)
-        for module in unit.modules()
-        for name, value in module._buffers.items()
-        if value is not None and name not in module._non_persistent_buffers_set
-    ]
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A buffer before a forward."""
+
+    module: nn.Module
+    name: str
+    buffer: torch.Tensor | None
+    version: int
+    values: torch.Tensor | None  # where they are kept
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, keep: bool) -> _Seen:
+        value = module._buffers.get(name)
+        version = 0 if value is None else version_of(value)
+        return cls(module, name, value, version, value.detach().clone() if keep and value is not None else None)
+
+    def has_changed(self) -> bool:
+        """Say whether the buffer was replaced, written to, or is of a norm, whose kernels write unseen."""
+        value = self.module._buffers.get(self.name)
+        written = value is not None and version_of(value) != self.version
+        return value is not self.buffer or written or isinstance(self.module, _NormBase)
+
+    def bring_back(self) -> None:
+        """Make the buffer what it was; one that was replaced is the one of before."""
+        if self.values is None or self.buffer is None:
+            return
+        self.module._buffers[self.name] = self.buffer
+        self.buffer.data.copy_(self.values)
 
 
 def _recomputed(call: Any, forward: Any, buffers: _Buffers, /, *args: Any, **kwargs: Any) -> Any:
     """Call the `forward` of a unit that has these persistent buffers through `call`, a checkpoint."""
     if torch.is_grad_enabled():
         _refuse_caches(forward, (*args, *kwargs.values()))
-        forward = _UpdatesOnce(forward, buffers) if buffers else forward
+        forward = _UpdatesOnce(forward, buffers) if buffers.places else forward
     return checkpointed(call, forward, *args, **kwargs)
 
 
@@ -89,40 +143,31 @@ def _refuse_caches(forward: Any, values: tuple[Any, ...]) -> None:
 
 
 class _UpdatesOnce:
-    """A forward that changes buffers, as the statistics of batch norms, when it runs first, and not when again."""
+    """A forward that changes buffers, as the statistics of batch norms, when it runs first, and not when again.
+
+    It runs again with the buffers as they were: a spectral norm or a codebook computes with those that it updates.
+    """
 
     __slots__ = ("_buffers", "_changed", "_forward")
 
     def __init__(self, forward: Any, buffers: _Buffers) -> None:
         self._forward, self._buffers = forward, buffers
-        self._changed: _Buffers | None = None
+        self._changed: list[_Seen] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._changed is None:
-            before = [_look(*place) for place in self._buffers]
+            before = self._buffers.look()
             result = self._forward(*args, **kwargs)
-            self._changed = [place for place, seen in zip(self._buffers, before, strict=True) if _differs(place, seen)]
+            self._changed = self._buffers.changed(before)
             return result
-        found = ((*place, _look(*place)[0]) for place in self._changed)
-        kept = [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
+        now = [_Seen.of(seen.module, seen.name, keep=True) for seen in self._changed]
+        for seen in self._changed:
+            seen.bring_back()
         try:
             return self._forward(*args, **kwargs)
         finally:
-            for module, name, buffer, values in kept:
-                module._buffers[name] = buffer
-                buffer.data.copy_(values)  # the graph may have saved it: no new version
-
-
-def _look(module: nn.Module, name: str) -> tuple[torch.Tensor | None, int]:
-    """Return a buffer and its version."""
-    value = module._buffers.get(name)
-    return value, 0 if value is None else version_of(value)
-
-
-def _differs(place: tuple[nn.Module, str], seen: tuple[torch.Tensor | None, int]) -> bool:
-    """Say whether a buffer was replaced, written to, or is of a norm, whose kernels write unseen."""
-    value, version = _look(*place)
-    return value is not seen[0] or version != seen[1] or isinstance(place[0], _NormBase)
+            for seen in now:
+                seen.bring_back()  # by `data`: the graph may have saved it, and there is no new version
 
 
 class _Place:
