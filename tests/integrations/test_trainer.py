@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import textwrap
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch.utils.data import Subset
 
 from tests.integrations.trainer_runs import EVAL_ROWS, SETTINGS, Case, Run, Tokens, llama, on_rank, run
@@ -49,6 +51,8 @@ CASES: dict[str, Case] = {
     "prompt tuning": Case(peft="prompt", after=("save",)),
     "best lora": Case(peft="lora", arguments={**BEST, "load_best_model_at_end": True}),
 }
+if Version(version("transformers")) < Version("5.10"):
+    del CASES["label smoothing"]  # that Trainer takes the mean of each rank's own tokens, also under DDP
 SHARD = {"persist_below": 50}
 
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from ourshard.doctor.finding import Finding, Verdict
 from ourshard.runtime.wording import counted
 
-_LEAST = {"torch": "2.10", "accelerate": "1.10", "transformers": "5.3", "peft": "0.15", "trl": "1.0"}
+_LEAST = {"torch": "2.10", "accelerate": "1.13", "transformers": "5.3", "peft": "0.18", "trl": "1.0"}
 # Their own requirements are looked at: what a package says that it needs is the best list of bad combinations.
 _DECLARING = (*_LEAST, "torchvision", "torchaudio", "datasets", "deepspeed", "triton")
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from types import FunctionType, ModuleType
 from typing import Any
 
-TRIED = "1.10 to 1.15"
+TRIED = "1.13 to 1.15"
 
 # `accelerate.utils.launch`
 LAUNCH = {"prepare_multi_gpu_env": ("args",), "prepare_simple_launcher_cmd_env": ("args",)}
