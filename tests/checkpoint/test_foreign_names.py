@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ourshard.checkpoint.conversion import convert
-from ourshard.checkpoint.source import PARAM, TensorKey, detect
+from ourshard.checkpoint.source import BUFFER, PARAM, TensorKey, detect
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -184,3 +184,55 @@ def test_numbers_that_fit_no_group_are_said_to_be_there(ranks: Any, tmp_path: Pa
         AssertionError, match=r"what it holds of an optimizer can't be read: .*tried the model and its optimizer"
     ):
         ranks(2)(load_layers, str(tmp_path / "saved"), str(tmp_path / "loaded"), True)
+
+
+class Twice(nn.Module):
+    """A part with a buffer that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.again = self.norm
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.again(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+def save_twice(folder: str) -> None:
+    import ourshard
+
+    torch.manual_seed(0)
+    model = ourshard.shard_model(Twice(), {"stage": 3})
+    model(torch.randn(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ourshard.save(model, optimizer, folder)
+
+
+def deepspeed_twice(folder: Path) -> None:
+    """Write what DeepSpeed does at stage 0: `buffer_names` has each buffer under one of its names."""
+    model = Twice()
+    (folder / "global_step1").mkdir(parents=True)
+    states = {"module": model.state_dict(), "buffer_names": [name for name, _ in model.named_buffers()]}
+    torch.save({**states, "optimizer": None}, folder / "global_step1" / "mp_rank_00_model_states.pt")
+    (folder / "latest").write_text("global_step1")
+
+
+@pytest.mark.parametrize("origin", ["ourshard", "deepspeed"])
+@pytest.mark.parametrize("to", ["torch", "fsdp-full", "dcp"])
+def test_a_buffer_is_in_the_result_under_each_of_its_names(ranks: Any, origin: str, to: str, tmp_path: Path) -> None:
+    if origin == "ourshard":
+        ranks(2)(save_twice, str(tmp_path / "saved"))
+    else:
+        deepspeed_twice(tmp_path / "saved")
+    with detect(tmp_path / "saved") as source:
+        assert all(problem is None for _, problem in source.verify_files())
+        expected = source.read(TensorKey(BUFFER, "norm.running_var"))
+    convert(tmp_path / "saved", tmp_path / "made", to=to)
+    model = Twice()
+    if to == "dcp":
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "made" / "pytorch_model_fsdp_0", no_dist=True)
+    else:
+        name = "pytorch_model.bin" if to == "torch" else "pytorch_model_fsdp.bin"
+        model.load_state_dict(torch.load(tmp_path / "made" / name), strict=True)
+    assert same(model.norm.running_var, expected)

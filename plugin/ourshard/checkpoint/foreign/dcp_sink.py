@@ -180,7 +180,7 @@ def _model_folder(source: Source, world: int) -> Folder:
     for info in infos:
         folder.items.append(Item(("model", names.get(info.key.name, info.key.name)), info))
     for alias, owner in source.description.ties.items():
-        if TensorKey(PARAM, owner) in source.tensors:
+        if source.weight_key(owner) is not None:
             folder.aliases.setdefault(("model", names.get(owner, owner)), []).append(("model", alias))
     return folder
 

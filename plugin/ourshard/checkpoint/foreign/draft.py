@@ -136,7 +136,9 @@ class ForeignSource(Source):
             yield str(key), _problem(partial(self._is_readable, key), "")
         for alias, reader in self._aliases.items():
             owner = self.description.ties[alias]
-            whole = self._copies.get(owner, self._readers[TensorKey(PARAM, owner)])
+            of_owner = self.weight_key(owner)
+            assert of_owner is not None  # publish
+            whole = self._copies.get(owner, self._readers[of_owner])
             yield alias, _problem(partial(is_copy, reader, whole), f"is tied to {owner} and has other values")
         for name, copy in self._copies.items():
             master = self._readers[TensorKey(PARAM, name)]
@@ -162,6 +164,7 @@ class ForeignSource(Source):
         self._readers = {**readers, **state}
         self.tensors = {key: TensorInfo(key, reader.shape, reader.dtype) for key, reader in self._readers.items()}
         params = [key.name for key in readers if key.kind == PARAM]
+        held = {key.name for key in readers}
         if draft.frozen is not None:
             frozen = draft.frozen & frozenset(params)
         else:
@@ -172,7 +175,7 @@ class ForeignSource(Source):
             step=_step_of(self, draft, plain),
             param_groups=tuple(draft.groups or ()),
             param_state=plain,
-            ties={alias: owner for alias, owner in ties.items() if TensorKey(PARAM, owner) in readers},
+            ties={alias: owner for alias, owner in ties.items() if owner in held},
             frozen=frozen,
             own_dtypes=own_dtypes,
             scheduler=draft.scheduler,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..sink import Sink
-from ..source import BUFFER, PARAM, Source, TensorKey
+from ..source import BUFFER, PARAM, Source
 from ..torch_archive import Archive
 from ..workspace import Workspace
 from .dcp_sink import DcpSink, write_run_files
@@ -37,8 +37,9 @@ class FsdpFullSink(Sink):
         archive = Archive(source)
         model = {key.name: archive.tensor(key) for key in source.tensors if key.kind in (PARAM, BUFFER)}
         for alias, owner in source.description.ties.items():
-            if TensorKey(PARAM, owner) in source.tensors:
-                model[alias] = archive.tensor(TensorKey(PARAM, owner))
+            key = source.weight_key(owner)
+            if key is not None:
+                model[alias] = archive.tensor(key)
         archive.write(workspace, MODEL_FILE, model)
         if source.description.param_groups:
             archive = Archive(source)
