@@ -103,6 +103,53 @@ def test_a_write_into_a_resting_parameter_is_right_or_refused_by_name(ranks, con
             assert "writeback=True" in message
 
 
+def write_in_blocks(config: dict[str, Any]) -> None:
+    """Write into a weight in every way in a block that writes back: one that was held before, of a model or alone."""
+    from ourshard import gathered
+
+    for name, change in WRITES.items():
+        for alone, reads in ((False, False), (True, False), (False, True)):
+            both = pair(config, toy, sgd)
+            both.train(1)
+            kept, weight = (max(model.parameters(), key=lambda p: p.numel()) for model in (both.plain, both.sharded))
+            with gathered([weight] if alone else both.sharded, writeback=True), torch.no_grad():
+                before = weight.clone() if reads else None
+                change(weight)
+                change(kept)
+                torch.testing.assert_close(weight.clone(), kept, atol=1e-6, rtol=0, msg=name)
+                if before is not None:
+                    weight.copy_(weight + before)
+                    kept.copy_(kept + before)
+            both.assert_same()
+            both.train(1, first=1)
+            both.assert_same()
+
+
+@pytest.mark.parametrize("config", TOY.values(), ids=TOY.keys())
+def test_a_write_into_a_parameter_that_was_held_before_its_block_is_written_back(ranks, config):
+    """It was undone at the block's end by the leaf in its module, without a word, or refused as if at rest."""
+    ranks(2)(write_in_blocks, config)
+
+
+def draw_on_one_rank() -> None:
+    from ourshard import gathered
+
+    both = pair(TOY["stage 3"], toy, sgd)
+    weight = both.sharded.first.weight
+    with gathered([weight], writeback=True, modifier_rank=1):
+        if dist.get_rank() == 1:
+            torch.manual_seed(5)
+            assert nn.init.normal_(weight) is weight
+    torch.manual_seed(5)
+    nn.init.normal_(both.plain.first.weight)
+    both.assert_same()
+
+
+def test_one_rank_draws_a_parameter_anew_for_all(ranks):
+    """As under DeepSpeed's GatheredParameters."""
+    ranks(2)(draw_on_one_rank)
+
+
 def write_groups(config: dict[str, Any]) -> None:
     """Change masters by the groups of the optimizer: before a forward, an evaluation, `gathered`, and the next step."""
     from ourshard import gathered

@@ -11,12 +11,13 @@ Every torch function that meets a handle goes through `__torch_function__`:
 * questions about shape, dtype, device and flags are answered;
 * inside a forward of its model (a weight of one module read by another), the unit is gathered and the leaf takes the
   handle's place, with gradient;
+* inside `gathered(writeback=True)` it does so too, for reads and writes: the block's end takes what leaves have, and so
+  would undo a write to the master;
 * anything else raises and says what to do. A handle never computes with its one element.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ourshard.runtime.identity import take_content
+from ourshard.runtime.surgery import in_surgery
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
@@ -166,6 +168,12 @@ class ShardParameter(Resting, nn.Parameter):
         self._lane.drop_gradients((self._position,))
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._lane.unit.open_writes or func in _OF_THE_HANDLE:
+            return self._called_at_rest(func, args, kwargs)
+        result = func(*tree_map(_open_leaf_of, args), **tree_map(_open_leaf_of, kwargs))
+        return self if result is self.leaf else result  # as of a write in place
+
+    def _called_at_rest(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args and "tensor" in kwargs:  # as `nn.init` hands its tensor on
             args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
         answer = _ANSWERS.get(func)
@@ -329,7 +337,7 @@ class ShardParameter(Resting, nn.Parameter):
 
     def _advice(self, verb: str) -> str:
         name = self._lane.name_of(self._position)
-        if _in_surgery():
+        if in_surgery():
             return (
                 f"{name!r} (shape {tuple(self.shape)}) is sharded: parametrizing or pruning it is not possible any "
                 "more. Do it before `prepare` (or before `shard_model`)."
@@ -340,23 +348,6 @@ class ShardParameter(Resting, nn.Parameter):
             "change it), `accelerator.get_state_dict(model)` or `ourshard.full_state_dict(model)` to save it, "
             "`accelerator.clip_grad_norm_` to clip."
         )
-
-
-# Functions of torch that give a module other parameters, or take them back.
-_SURGERY = {
-    f"torch.nn.utils.{name}" for name in ("parametrizations", "parametrize", "prune", "spectral_norm", "weight_norm")
-}
-_SURGEONS = ("apply", "register_parametrization", "remove", "remove_parametrizations", "spectral_norm")
-
-
-def _in_surgery() -> bool:
-    """Say whether a module is being parametrized or pruned."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _SURGERY and frame.f_code.co_name in _SURGEONS:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def hears_of(handle: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -380,6 +371,14 @@ def hears_of(handle: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Call
 def _leaf_of(value: Any) -> Any:
     return value.leaf if isinstance(value, ShardParameter) else value
 
+
+def _open_leaf_of(value: Any) -> Any:
+    if not isinstance(value, ShardParameter) or not value._lane.unit.open_writes:
+        return value
+    return value.leaf if value.requires_grad else value.leaf.detach()  # as it is of `.data` and `.detach()`
+
+
+_OF_THE_HANDLE = (_T.__hash__, SET_DATA)
 
 # What a handle answers without being whole, by torch function.
 _ANSWERS: dict[Any, Callable[..., Any]] = {

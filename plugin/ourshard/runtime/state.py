@@ -38,6 +38,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
             unit.finish_gather()
             unit.install()
             unit.pinned += 1
+            unit.open_writes += writeback
             show(unit)
     everything = len(units) == len(engine.units)
     before = _direct_gradients(engine) if everything else []
@@ -59,6 +60,7 @@ def gathered_engine(engine: Engine, units: list[Unit], writeback: bool, modifier
         engine.open_writes -= writeback
         for unit in units:
             unit.pinned -= 1
+            unit.open_writes -= writeback
             if unit in resting:
                 unit.held = False
                 if not unit.pinned:

@@ -89,6 +89,7 @@ class Unit:
         self.held = False
         self.shown: Shown | None = None  # how the leaves were that modules show while no forward runs
         self.pinned = 0  # `gathered(...)` contexts around it
+        self.open_writes = 0  # those of them that write back
         self.calls = _Calls()
         self._begun: list[weakref.ref[Call]] = []  # calls whose backward has
         self.entered: list[Entry] = []  # calls whose forward is under way
