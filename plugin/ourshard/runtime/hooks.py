@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ourshard.runtime.casting import CastsAlone
+from ourshard.runtime.compiling import outside_of_compile
 
 if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     Inputs = tuple[torch.Tensor, ...]
 
-_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 _CreationMeta = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
 _allow_writes = torch._C._autograd._set_creation_meta  # type: ignore[attr-defined]
 _BARE = frozenset({type(None), bool, int, float, str})  # types of most arguments that hold no tensor
@@ -259,7 +259,7 @@ class UnitHooks:
         self._hidden = HiddenResults()
 
     def attach(self, module: nn.Module) -> None:
-        before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
+        before, after = outside_of_compile(self.before_forward), outside_of_compile(self.after_forward)
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._unit.engine.own_hooks |= {handle.id, module.register_forward_hook(after, with_kwargs=True).id}
 
@@ -326,19 +326,6 @@ class UnitHooks:
         return self._unit.engine.outside_of_forward and any(not lane.direct for lane in self._unit.guests)
 
 
-def _outside_of_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep dynamo from tracing a hook: it swaps parameters and storages, which no graph can hold.
-
-    What turns dynamo off for a call takes the host as long as six calls, so that it does so only where dynamo is on.
-    """
-    apart = torch._dynamo.disable(hook)
-
-    def run(*args: Any) -> Any:
-        return (hook if _dynamo_callback() is None else apart)(*args)
-
-    return torch._dynamo.decorators.skip(run)
-
-
 class RootHooks:
     """The forward hooks of the root module: they open and close the forward phase."""
 
@@ -347,7 +334,7 @@ class RootHooks:
         self._hidden = HiddenResults()
 
     def attach(self, module: nn.Module) -> None:
-        before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
+        before, after = outside_of_compile(self.before_forward), outside_of_compile(self.after_forward)
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
@@ -375,7 +362,7 @@ class DoorHooks:
         self._casts = CastsAlone(engine)
 
     def attach(self, module: nn.Module) -> None:
-        before, after = _outside_of_compile(self.before_forward), _outside_of_compile(self.after_forward)
+        before, after = outside_of_compile(self.before_forward), outside_of_compile(self.after_forward)
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._engine.own_hooks |= {handle.id, module.register_forward_hook(after).id}
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ourshard.runtime import own_rows
 from ourshard.runtime.buffer import give_back_unused
+from ourshard.runtime.compiling import outside_of_compile
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.handle import USE_OUR_SCALER, ShardParameter
 from ourshard.runtime.in_backward import StepsInBackward
@@ -494,5 +495,5 @@ def _search_engines(optimizer: Optimizer) -> list[Engine]:
     return found
 
 
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_pre_hook(outside_of_compile(_before_step))
+register_optimizer_step_post_hook(outside_of_compile(_after_step))
