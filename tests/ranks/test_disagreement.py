@@ -45,6 +45,26 @@ def test_a_config_that_differs_between_ranks_is_refused_by_key_value_and_rank(ra
             assert " on rank 1; all ranks need the same" in text, text
 
 
+def shard_alone() -> None:
+    """Shard a second model on rank 0 while rank 1 calls the first."""
+    import ourshard
+    from ourshard.runtime import control
+
+    model = ourshard.shard_model(toy(), {"stage": 3, "persist_below": 0})
+    control.REPORT_AFTER = 0.2
+    if dist.get_rank() == 0:
+        ourshard.shard_model(toy(), {"stage": 2})
+    else:
+        model(torch.ones(2, 13))
+
+
+def test_a_rank_that_shards_a_model_alone_is_told_where_the_others_are(ranks):
+    ended = ranks(2, fresh=True)(shard_alone, timeout=60)
+    told = next(text for text in ended.stderr if "The ranks are in different places" in text)
+    assert "rank 0: comparing configs" in told, told
+    assert "rank 1: forward of Toy" in told, told
+
+
 def with_disks_of_their_own(folder: str) -> float:
     import ourshard
 

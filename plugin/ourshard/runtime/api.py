@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ourshard.config import ShardConfig
 from ourshard.runtime import state as _state
 from ourshard.runtime.build import build_engine
-from ourshard.runtime.checks import check_same_config
+from ourshard.runtime.checks import compare_before_groups
 from ourshard.runtime.clip import clip_grad_norm_, clip_grad_value_
 from ourshard.runtime.engine import ENGINES, Engine
 from ourshard.runtime.mesh import Mesh, build_mesh
@@ -58,8 +58,7 @@ def shard_model(
         raise ValueError(
             f"shard_model: config is {config!r}; give a ShardConfig, a mapping such as {{'stage': 3}}, or nothing."
         )
-    check_same_config(config, cast_small, mesh)
-    built = build_mesh(config, mesh, torch.device(device) if device is not None else None)
+    built = build_mesh(config, mesh, torch.device(device) if device is not None else None, compare_before_groups)
     build_engine(model, config, built, cast_small=cast_small)
     return model
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -23,7 +22,6 @@ from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.inventory import Parameter, UnitParameters, merge_numel, small_numel, take_stock
 from ourshard.runtime.lazy import source_of
 from ourshard.runtime.links import assumed
-from ourshard.runtime.mesh import Mesh
 from ourshard.runtime.quantized import refuse_quantized
 from ourshard.runtime.wording import counted, shorten
 from ourshard.runtime.wrap import canonical
@@ -33,27 +31,30 @@ from ourshard.values import flatten
 _OF_A_MACHINE = ("offload.nvme_path", "offload.pin_memory", "offload.max_pinned")
 
 
-def check_same_config(config: ShardConfig, cast_small: bool, mesh: Mesh | DeviceMesh | None) -> None:
-    """Raise `ValueError` on all ranks where what they are asked to do differs. Collective.
+def compare_before_groups(config: ShardConfig) -> None:
+    """Raise `ValueError` on all ranks where their configs differ, before process groups are made. Collective.
 
-    It comes before process groups are made: ranks that ask for different ones wait for each other as long as they may.
-    Ranks of a mesh that was given without a group for such words tell each other nothing.
+    Ranks that ask for different groups would wait for each other as long as they may.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or (isinstance(mesh, Mesh) and mesh.control is None):
-        return
-    mine = {key: value for key, value in flatten(config.to_dict()).items() if key not in _OF_A_MACHINE}
-    versions = {"the version of ourshard": __version__, "the version of torch": torch.__version__.split("+")[0]}
-    given = tuple(mesh.mesh.shape) if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-    mine |= {"cast_small": cast_small, "the mesh": given, **versions}
     told: list[Any] = [None] * dist.get_world_size()
     with waiting("comparing the configs of all ranks"):
-        dist.all_gather_object(told, mine)
+        dist.all_gather_object(told, _asked(config))
+    _refuse_difference(told)
+
+
+def _asked(config: ShardConfig) -> dict[str, Any]:
+    """Return what all ranks need alike."""
+    asked = {key: value for key, value in flatten(config.to_dict()).items() if key not in _OF_A_MACHINE}
+    return asked | {"the version of ourshard": __version__, "the version of torch": torch.__version__.split("+")[0]}
+
+
+def _refuse_difference(told: list[Any]) -> None:
     for rank, other in enumerate(told):
-        for key in mine:
-            if other.get(key) != told[0].get(key):
+        for key, value in told[0].items():
+            if other.get(key) != value:
                 raise ValueError(
-                    f"{key} is {told[0].get(key)!r} on rank 0 and {other.get(key)!r} on rank {rank}; all ranks need "
-                    "the same: look for a branch on the rank, and for files, variables and packages of one machine."
+                    f"{key} is {value!r} on rank 0 and {other.get(key)!r} on rank {rank}; all ranks need the same: "
+                    "look for a branch on the rank, and for files, variables and packages of one machine."
                 )
 
 
@@ -62,6 +63,7 @@ def checked_stock(model: nn.Module, engine: Engine) -> list[UnitParameters]:
 
     Raises `ValueError` on all ranks where one finds what can't work, rank 0 has no values, or their models differ.
     """
+    _refuse_difference(engine.control.gather_objects(_asked(engine.config), "comparing configs"))
     error, stock = None, []
     try:
         _refuse_unsupported(engine)

@@ -19,7 +19,16 @@ from ourshard.runtime.wording import counted
 ANSWER_WITHIN = 3.0  # seconds; watches look once a second
 _CALLED = "roll called"
 _MOST = 500  # letters of an exception's text
-_LOST = ("connection closed", "connection reset", "connection was", "broken pipe", "socket", "gloo", "nccl")
+_LOST = (
+    "connection closed",
+    "connection reset",
+    "connection was",
+    "pair closure",
+    "broken pipe",
+    "socket",
+    "gloo",
+    "nccl",
+)
 
 
 class LostRankError(RuntimeError):

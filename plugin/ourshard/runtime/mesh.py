@@ -7,6 +7,7 @@ Note [Secondary shard], Note [Coded gradients], Note [Two-hop gathers].
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -70,11 +71,16 @@ def speaks_nccl(group: dist.ProcessGroup | None) -> bool:
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
-def build_mesh(config: ShardConfig, mesh: Mesh | DeviceMesh | None = None, device: torch.device | None = None) -> Mesh:
+def build_mesh(
+    config: ShardConfig,
+    mesh: Mesh | DeviceMesh | None = None,
+    device: torch.device | None = None,
+    compare: Callable[[ShardConfig], None] = lambda config: None,
+) -> Mesh:
     """Return the mesh of `config`, making its groups once a process.
 
-    Collective the first time: every rank must call it with the same config. `mesh` may be a `DeviceMesh` of one
-    axis (shard) or two (replicate, shard).
+    Collective the first time: every rank must call it with the same config, which `compare` sees to. `mesh` may be a
+    `DeviceMesh` of one axis (shard) or two (replicate, shard).
     """
     if isinstance(mesh, Mesh):
         return mesh
@@ -84,10 +90,15 @@ def build_mesh(config: ShardConfig, mesh: Mesh | DeviceMesh | None = None, devic
     if not dist.is_initialized():
         return _lone_mesh(config, device)
     world = dist.get_world_size()
+    first = all(key[0] is not dist.group.WORLD for key in _MESHES)
+    if first:
+        compare(config)
     shard_size = _shard_size(config, world) if mesh is None else mesh.mesh.shape[-1]
     per_node = node_size(config, shard_size, _local_size(config, world))
     key = (dist.group.WORLD, shard_size, per_node, device, config.timeout, mesh)
     if key not in _MESHES:
+        if not first:
+            compare(config)
         timeout = timedelta(seconds=config.timeout) if config.timeout else None
         if mesh is None:
             _MESHES[key] = _make_mesh(world, shard_size, per_node, device, timeout)
