@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +44,27 @@ def test_a_config_that_differs_between_ranks_is_refused_by_key_value_and_rank(ra
             assert text.startswith(f"{name} is "), text
             assert " on rank 0 and " in text, text
             assert " on rank 1; all ranks need the same" in text, text
+
+
+def ask_beside_nccl() -> tuple[str, list[bool]]:
+    """Return what is told where the default group speaks NCCL alone, and which words went over that one."""
+    import ourshard
+
+    pair = DIFFERENCES["stage"]
+    with (
+        patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather,
+        pytest.raises(ValueError) as error,
+    ):
+        ourshard.shard_model(toy(), pair[dist.get_rank()], device="cpu")
+    return str(error.value), [call.kwargs["group"] is dist.group.WORLD for call in gather.call_args_list]
+
+
+def test_words_before_a_mesh_make_no_communicator_of_nccl(ranks):
+    """It would take memory of the device that is current, which need not be the one that is asked for."""
+    for told, over_default in ranks(2)(ask_beside_nccl):
+        assert told.startswith("stage is 3 on rank 0 and 2 on rank 1")
+        assert over_default == [False]
 
 
 def shard_alone() -> None:

@@ -22,6 +22,7 @@ from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.inventory import Parameter, UnitParameters, merge_numel, small_numel, take_stock
 from ourshard.runtime.lazy import source_of
 from ourshard.runtime.links import assumed
+from ourshard.runtime.mesh import word_group
 from ourshard.runtime.quantized import refuse_quantized
 from ourshard.runtime.wording import counted, shorten
 from ourshard.runtime.wrap import canonical
@@ -36,9 +37,11 @@ def compare_before_groups(config: ShardConfig) -> None:
 
     Ranks that ask for different groups would wait for each other as long as they may.
     """
+    if dist.get_world_size() == 1:
+        return
     told: list[Any] = [None] * dist.get_world_size()
     with waiting("comparing the configs of all ranks"):
-        dist.all_gather_object(told, _asked(config))
+        dist.all_gather_object(told, _asked(config), group=word_group())
     _refuse_difference(told)
 
 

@@ -120,6 +120,16 @@ def host_group(purpose: str, timeout: timedelta | None = None) -> dist.ProcessGr
     return _HOST_GROUPS[key]
 
 
+def word_group() -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks for words before a mesh is there: the default one, if it is of gloo.
+
+    That one tells at once where a rank has gone. One of NCCL alone would make a communicator on the device that is
+    current, which need not be the one that the process trains on. Collective the first time.
+    """
+    speaks_gloo = "cpu:gloo" in dist.get_backend_config(None).split(",")
+    return dist.group.WORLD if speaks_gloo else host_group("words")
+
+
 def let_go(mesh: Mesh) -> None:
     """Drop a mesh's references to its process groups; it can't be used any more."""
     for axis in (mesh.shard, mesh.replicate, mesh.world, mesh.node, mesh.cross):
@@ -161,12 +171,12 @@ def _local_size(config: ShardConfig, world: int) -> int:
     """Return `local_size`; where the mesh depends on it, collective the first time, and the same on all ranks."""
     communication = config.communication
     asked = _uses_nodes(config) and communication.node_size is None
-    if not asked or config.secondary_shard_size is not None:
+    if not asked or config.secondary_shard_size is not None or world == 1:
         return local_size(world)
     key = dist.group.WORLD, local_size(world)
     if key not in _LOCAL_SIZES:
         _LOCAL_SIZES[key] = [0] * world
-        dist.all_gather_object(_LOCAL_SIZES[key], local_size(world))
+        dist.all_gather_object(_LOCAL_SIZES[key], local_size(world), group=word_group())
     sizes = _LOCAL_SIZES[key]
     if len(set(sizes)) > 1:
         raise ValueError(
