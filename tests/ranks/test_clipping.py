@@ -195,6 +195,29 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank_if_asked(ranks):
     assert all(len(messages) == 1 for messages in ranks(2)(not_finite))
 
 
+def nan_on_each_rank(config: dict[str, Any], order: float) -> list[float]:
+    """Return the norms where the first element of one rank's rows is NaN, rank by rank."""
+    from ourshard import clip_grad_norm_, shard_model
+
+    model, norms = shard_model(toy(), config), []
+    for rank in range(torch.distributed.get_world_size()):
+        model.zero_grad()
+        square_loss(model, part(joined(0))).backward()
+        if torch.distributed.get_rank() == rank:
+            local = next(p.grad.local for p in model.parameters() if p.grad.local.numel())
+            local.view(-1)[0] = math.nan
+        norms.append(clip_grad_norm_(model, 1.0, order).item())
+    return norms
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+def test_a_nan_on_any_rank_is_in_the_norm_of_all(ranks, order):
+    """A maximum of floats over ranks drops NaN, and which ranks' depends on the backend."""
+    for config in [TOY[f"stage {stage}"] for stage in (1, 2, 3)]:
+        for norms in ranks(3)(nan_on_each_rank, config, order):
+            assert all(map(math.isnan, norms)), (config, norms)
+
+
 def after_a_norm_of_nan(config: dict[str, Any]) -> None:
     from ourshard import clip_grad_norm_
 

@@ -19,7 +19,7 @@ from ourshard.runtime.handle import ShardParameter
 from ourshard.runtime.in_backward import refuse_clipping, refuse_part_of
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.mesh import Axis
-from ourshard.runtime.norms import norms_of
+from ourshard.runtime.norms import norms_of, ordered_bits
 from ourshard.runtime.settling import bring_in_waiting
 from ourshard.runtime.shown import ShownParameter, own_of
 
@@ -211,8 +211,11 @@ def _total_norm(gradients: _Gradients, order: float) -> torch.Tensor:
     parts = [_local(gradients.whole, order, None, dtype, {})] if gradients.whole else []
     for (engine, axis), tensors in gradients.sharded.items():
         local = _local(tensors, order, engine.mesh.device, dtype, norms).to(engine.mesh.device)
-        op = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
-        engine.collectives.all_reduce(local, axis, "the gradient norm", op)
+        if math.isinf(order):
+            sent, op = ordered_bits(local), torch.distributed.ReduceOp.MAX
+        else:
+            sent, op = local, torch.distributed.ReduceOp.SUM
+        engine.collectives.all_reduce(sent, axis, "the gradient norm", op)
         parts.append(local)
     if not parts:
         return torch.tensor(0.0, device="cpu")
