@@ -88,7 +88,8 @@ def saved_and_failed(root: str, what: str, asynchronous: bool) -> tuple[str, lis
 WORDS = {
     "full": "No space left on device",
     "read-only": "Read-only file system",
-    "gone": "No such file or directory|was removed while",  # by who meets it first: a flush, a part, a file
+    # By who meets it first: a flush, a part, a file, or mkdir between its look and its call.
+    "gone": "No such file or directory|was removed while|File exists",
 }
 
 
