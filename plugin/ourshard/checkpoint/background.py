@@ -74,6 +74,10 @@ class Background:
                 stream.flush()
             os._exit(1)
 
+    def forget(self) -> None:
+        """Leave the rank's save to it, in a process that was forked from it: Note [Forked processes]."""
+        self._thread = self._error = None
+
     def start(
         self,
         name: str,
@@ -172,6 +176,7 @@ def _agree(group: dist.ProcessGroup | None, error: Failure | None) -> Failure | 
 
 BACKGROUND = Background()
 atexit.register(BACKGROUND.exit)
+os.register_at_fork(after_in_child=BACKGROUND.forget)
 
 
 def wait_for_save() -> None:

@@ -48,12 +48,22 @@ _watched = False
 def watch() -> None:
     """Leave the process group in order at exit, and on an uncaught exception as the Note says. Once a process."""
     global _watched
-    if _watched or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _watched or not dist.is_initialized() or dist.get_world_size() == 1 or control.forked():
         return
     _watched = True
     control.watch()  # this rank has words from now on
     atexit.register(_leave_group)
     sys.excepthook = _on_exception(sys.excepthook)
+
+
+def _forget() -> None:
+    """Leave a process that was forked from a rank to end as any other: Note [Forked processes]."""
+    global _watched
+    _watched = False
+    atexit.unregister(_leave_group)
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _leave_group() -> None:
@@ -81,6 +91,9 @@ def _on_exception(show: Callable[..., Any]) -> Callable[..., None]:
     """Return an excepthook around `show`, the one that prints."""
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if control.forked():
+            show(kind, value, trace)
+            return
         first = not about_a_lost_connection(value)
         if first:
             say_last_words(value)

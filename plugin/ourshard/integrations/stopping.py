@@ -9,6 +9,7 @@ whose peer was lost, is left to the launcher's SIGKILL, which torchrun sends `--
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from datetime import timedelta
@@ -46,6 +47,14 @@ class StopSignal:
         """Let the last flags arrive before the process group may go."""
         self._flag.finish(within)
 
+
+def _leave_to_the_rank() -> None:
+    """Let SIGTERM end a process that was forked from a rank: Note [Forked processes]."""
+    if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), StopSignal):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_to_the_rank)
 
 _loop: StopSignal | None = None
 

@@ -17,18 +17,26 @@ and else when nothing has changed for `UNEVEN_AFTER` seconds.
 A rank that ends says so, too: what is left of the others' collectives then fails, and they name that rank
 (Note [Last words]).
 Where a phase begins, ranks say how many steps there were: one that left a step out has rows of other weights.
+
+Note [Forked processes]
+-----------------------
+A process that a rank forks (a worker of a DataLoader, multiprocessing, `os.fork`) has the rank's connections, and not
+its threads. A word that it sends goes between those of the rank, and groups that it leaves, or a signal that it takes
+in the rank's place, are not its own. So it forgets all of this when it begins, and a collective in it is refused.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -160,12 +168,20 @@ class Watch:
 
 
 _WATCHES: dict[object, Watch] = {}
+_parents: object = None  # the world of the rank that forked this process
+
+
+def forked() -> bool:
+    """Return whether the process groups are those of a rank that forked this process: Note [Forked processes]."""
+    return _parents is not None and dist.group.WORLD is _parents
 
 
 def watch() -> Watch | None:
     """Return this process's watch; None without other ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    if forked():
+        raise _of_another_process()
     world = dist.group.WORLD
     if world not in _WATCHES:
         stop_watching()
@@ -202,6 +218,15 @@ def stop_watching() -> None:
     _WATCHES.clear()
 
 
+def _of_another_process() -> RuntimeError:
+    return RuntimeError(
+        f"Process {os.getpid()} was forked from process {os.getppid()}, and tries to reach the other ranks, whose "
+        "connections belong to the process that forked it. Sharded models, and what gathers or waits over ranks, work "
+        "only there. Call them there, or give the forked process (a worker of a DataLoader, of multiprocessing) whole "
+        "weights in a plain model: take them with accelerator.get_state_dict(model) before it starts."
+    )
+
+
 class _Exchange:
     """A short text of every rank, on its way."""
 
@@ -235,6 +260,8 @@ class Control:
         self.patient = host_group("disks", PATIENCE) if mesh.control is not None else None
         self._watch = watch() if mesh.control is not None else None
         self.host_waits = self._watch is not None and mesh.device.type == "cpu"  # in a collective, not the device
+        if mesh.control is not None:
+            _CONTROLS.add(self)
 
     @property
     def is_silent(self) -> bool:
@@ -440,3 +467,24 @@ class Control:
             "calls a module more often than all did so far, make the module around it the unit, with "
             "`wrap: {classes: [...]}`."
         )
+
+
+_CONTROLS: weakref.WeakSet[Control] = weakref.WeakSet()  # that reach other ranks
+
+
+class _OfAnotherProcess(Control):
+    """What a control is in a forked process: nothing of it can be used. Ranks pay nothing for that."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise _of_another_process()
+
+
+def _forget_ranks() -> None:
+    global _parents
+    _parents = dist.group.WORLD if dist.is_initialized() else None
+    _WATCHES.clear()
+    for control in list(_CONTROLS):
+        control.__class__ = _OfAnotherProcess
+
+
+os.register_at_fork(after_in_child=_forget_ranks)
