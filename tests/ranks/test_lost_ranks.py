@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ourshard.runtime.last_words import Account
+from ourshard.runtime.last_words import Account, LastWords
 
 from tests.integrations.tiny import rows, tiny
 from tests.integrations.trainer_runs import enable
@@ -88,3 +89,10 @@ def test_a_rank_that_has_gone_is_named_with_the_reason(ranks, place: str, how: s
 )
 def test_what_is_known_of_the_others_is_said(account: Account, words: str):
     assert words in account.told("rank 0 waits")
+
+
+def test_a_signal_in_the_middle_of_the_last_words_does_not_silence_them() -> None:
+    """A DataLoader's handler raises when it hears that a worker was killed, by which a rank may have ended."""
+    store = Mock(check=Mock(side_effect=[RuntimeError("DataLoader worker is killed by signal"), False]))
+    LastWords(store, 1, 2).say(ConnectionResetError("Connection reset by peer"))
+    store.set.assert_called_once_with("end/1", "ConnectionResetError: Connection reset by peer")

@@ -39,7 +39,7 @@ def is_about_a_connection(error: BaseException) -> bool:
     """Return whether an error is one of torch's about another rank: its connection, or the time that it took."""
     if isinstance(error, LostRankError):
         return False
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):  # Python's own are of data and workers
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _LOST)
 
@@ -94,9 +94,11 @@ class LastWords:
     def say(self, error: BaseException | None = None) -> None:
         """Say that this rank ends, by an exception or because its script is over. The first word counts."""
         text = "" if error is None else f"{type(error).__name__}: {error}".strip()[:_MOST]
-        with suppress(Exception):  # the store may be gone
-            if not self._store.check([f"end/{self._rank}"]):
-                self._store.set(f"end/{self._rank}", text)
+        for _ in range(2):  # a signal's handler may raise in it: that of a DataLoader, for a worker that was killed
+            with suppress(Exception):  # the store may be gone
+                if not self._store.check([f"end/{self._rank}"]):
+                    self._store.set(f"end/{self._rank}", text)
+                return
 
     def answer(self) -> None:
         """Say that this rank is there, if a rank asks."""
