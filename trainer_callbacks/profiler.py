@@ -65,7 +65,6 @@ class ShardProfilerCallback(TrainerCallback):
         self._begun = 0  # steps of this training
         self._recording: Any = None
         self._mine: Profile | None = None
-        self._is_over = False
         self._rank = 0
 
     # ---- events --------------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ class ShardProfilerCallback(TrainerCallback):
         """Begin to count steps."""
         self._begun = 0
         self._stop()  # of a training that raised
-        self._mine, self._is_over, self.profiles, self._rank = None, False, [], args.process_index
+        self._mine, self.profiles, self._rank = None, [], args.process_index
         self.folder = self.folder or Path(args.output_dir, "profile")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -103,6 +102,11 @@ class ShardProfilerCallback(TrainerCallback):
 
     # ---- what was recorded ---------------------------------------------------------------------------------
 
+    @property
+    def _is_over(self) -> bool:
+        """Say whether the window has come to its last step."""
+        return self._begun >= self.wait + self.warmup + self.active
+
     def _stop(self) -> None:
         if self._recording is not None:
             self._recording.stop()
@@ -110,13 +114,12 @@ class ShardProfilerCallback(TrainerCallback):
 
     def _take(self, recorded: Any) -> None:
         """Keep the window's records: torch calls it at the end of the window, and at `stop` of one that was cut."""
-        if self._begun < self.wait + self.warmup + self.active:
+        if not self._is_over:
             return
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(self.folder / f"trace-rank-{self._rank}.json.gz"))
         self._mine = read(recorded.profiler.kineto_results.events(), self.active)
-        self._is_over = True
 
     def _tell(self, model: Any) -> None:
         """Gather the profiles of all ranks, and show them on rank 0. Collective."""

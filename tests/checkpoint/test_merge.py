@@ -113,7 +113,10 @@ def test_an_adapter_alone_is_merged_into_the_base_it_is_given(tmp_path: Path, dt
 
 LORA_BIAS = pytest.param(
     {"bias": "lora_only"},
-    marks=pytest.mark.skipif(Version(peft.__version__) < Version("0.21"), reason="older ones leave it out of the file"),
+    marks=pytest.mark.skipif(
+        Version(peft.__version__) < Version("0.21"),
+        reason="older ones leave the bias of a wrapped layer out of the file",
+    ),
 )
 
 

@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
     "best lora": Case(peft="lora", arguments={**BEST, "load_best_model_at_end": True}),
 }
 if Version(version("transformers")) < Version("5.10"):
-    del CASES["label smoothing"]  # that Trainer takes the mean of each rank's own tokens, also under DDP
+    del CASES["label smoothing"]  # that Trainer's smoother divides by each rank's own tokens, whatever shards
 SHARD = {"persist_below": 50}
 
 

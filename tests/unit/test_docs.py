@@ -19,7 +19,6 @@ import typer
 import yaml
 from ourshard.cli import COMMANDS
 from ourshard.config import ShardConfig
-from packaging.version import Version
 
 from tests.commands import ROOT, run_cli
 
@@ -106,7 +105,6 @@ def test_every_page_is_in_the_sites_navigation():
     assert in_site == pages
 
 
-@pytest.mark.skipif(Version(typer.__version__) < Version("0.26"), reason="older ones give an argument's help elsewhere")
 def test_the_page_of_commands_is_what_they_say():
     module = runpy.run_path(str(ROOT / "docs" / "generate_commands.py"))
     written = module["PAGE"].read_text()

@@ -64,8 +64,13 @@ def require(source: Source, wanted: Mapping[TensorKey, tuple[int, ...]], *, allo
 
 def key_of(source: Source, held: Portion | Buffer) -> TensorKey | None:
     """Return where a checkpoint has a parameter or buffer of a running model, under any of its names."""
+    return next(iter(_keys_of(source, held)), None)
+
+
+def _keys_of(source: Source, held: Portion | Buffer) -> list[TensorKey]:
+    """Return all places where a checkpoint has it, that of its first name there first."""
     keys = (source.weight_key(name) for name in (held.name, *held.aliases))
-    return next((key for key in keys if key is not None), None)
+    return list(dict.fromkeys(key for key in keys if key is not None))
 
 
 def names_there(source: Source, portions: Iterable[Portion]) -> dict[str, str]:
@@ -80,10 +85,6 @@ def tied_here(source: Source, held: Iterable[Portion | Buffer]) -> dict[TensorKe
     FSDP and DCP save each name of a tied weight, and of one that is not trained nothing there tells that it is tied.
     """
     found = {}
-    for each in held:
-        first = key_of(source, each) if each.aliases else None
-        for name in each.aliases if first is not None else ():
-            key = source.weight_key(name)
-            if key is not None and first is not None and key != first:
-                found[key] = equal_rows(source, key, first)
+    for first, *others in filter(None, (_keys_of(source, each) for each in held)):
+        found.update({key: equal_rows(source, key, first) for key in others})
     return found

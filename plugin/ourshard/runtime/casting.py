@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ourshard.runtime.engine import Engine
 
 
-AUTOCASTS = (torch.bfloat16, torch.float16)
+_AUTOCASTS = (torch.bfloat16, torch.float16)
 
 
 class Casts:
@@ -40,7 +40,7 @@ class Casts:
         self.autocast = autocast
         computes_in = dtype_named(precision.param_dtype)
         self.inputs_to = None if autocast or not precision.cast_inputs else computes_in
-        self.autocast_to = computes_in if autocast and computes_in in AUTOCASTS else None
+        self.autocast_to = computes_in if autocast and computes_in in _AUTOCASTS else None
         self.alone = self.inputs_to is not None or self.autocast_to is not None  # a module on its own is to be asked
         self.outputs_to = dtype_named(precision.output_dtype)
 

@@ -1,6 +1,7 @@
 """What became of a rank that others wait for: which one it is, and why it has gone if it could say so.
 
 Note [Last words]
+-----------------
 A rank that ends leaves a word in the store of the process group: that its script is over, or the exception that ended
 it. A rank whose collective fails looks for these words first. A rank that was killed leaves none; so it calls the roll,
 which the watch of every other rank answers within `ANSWER_WITHIN` seconds, and names those that do not.

@@ -28,7 +28,7 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[torch.
 def ordered_bits(norms: torch.Tensor) -> torch.Tensor:
     """Return norms as integers over the same memory, in the same order, with NaN as the largest.
 
-    For the maximum over ranks: that of floats drops a NaN in gloo and in NCCL, by where in the ring it comes. A NaN of
+    For the maximum over ranks: that of floats drops a NaN in gloo, by the rank that it comes from. A NaN of
     the processor has its sign set, which the order does not allow; it is cleared in place.
     """
     bits = norms.view(torch.int64 if norms.dtype == torch.float64 else torch.int32)

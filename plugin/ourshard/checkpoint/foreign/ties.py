@@ -8,14 +8,17 @@ has to stay a matter of seconds; `ForeignSource.verify_files` compares all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import xxhash
 
-from ..source import Source, TensorKey
+from ..source import Source, TensorInfo, TensorKey
 from ..tensor_bytes import bytes_of
 from .stored import Readable
+
+Held = TypeVar("Held", Readable, TensorInfo)
 
 _SAMPLES = 64
 _SMALL = 1 << 16  # elements; smaller tensors are compared whole
@@ -93,19 +96,20 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def sampled_equal(one: Readable, other: Readable) -> bool:
     """Tell whether sampled rows of two tensors are equal in shape, dtype and bytes."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    spans = list(_samples(one.shape)) if one.shape else [(0, 1)]
-    return all(same_bits(one.read(*span, check=False), other.read(*span, check=False)) for span in spans)
+    return _sampled_equal(one, other, lambda reader, start, stop: reader.read(start, stop, check=False))
 
 
 def equal_rows(source: Source, one: TensorKey, other: TensorKey) -> bool:
-    """Tell whether sampled rows of two tensors of a checkpoint are equal in shape, dtype and bytes."""
+    """Tell it of two tensors of a checkpoint."""
     infos = source.tensors[one], source.tensors[other]
-    if infos[0].shape != infos[1].shape or infos[0].dtype != infos[1].dtype:
+    return _sampled_equal(*infos, lambda info, start, stop: source.read(info.key, start, stop))
+
+
+def _sampled_equal(one: Held, other: Held, read: Callable[[Held, int, int], torch.Tensor]) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    spans = list(_samples(infos[0].shape)) if infos[0].shape else [(0, 1)]
-    return all(same_bits(source.read(one, *span), source.read(other, *span)) for span in spans)
+    spans = list(_samples(one.shape)) if one.shape else [(0, 1)]
+    return all(same_bits(read(one, *span), read(other, *span)) for span in spans)
 
 
 def is_copy(copy: Readable, master: Readable) -> bool:
