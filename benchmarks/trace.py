@@ -1,9 +1,11 @@
-"""Say where the time of a step went, from the kernels of one rank.
+"""Say where the time of a step went, from the kernels of each rank.
 
     torchrun --nproc_per_node 2 benchmarks/trace.py --engine ourshard3 --work llama-1b
 
 Kernels and copies are put into groups, and each moment of the step is given to one: Note [Shares] in
-`ourshard/runtime/timeline.py`. In a Trainer, `ShardProfilerCallback` does this.
+`ourshard/runtime/timeline.py`. A card that is faster waits for the slowest: where a rank waits least, in barriers and
+NCCL, its other groups say what the step takes; its longest kernels are listed. In a Trainer, `ShardProfilerCallback`
+does this.
 """
 
 from __future__ import annotations
@@ -25,28 +27,35 @@ from rich.table import Table
 from run_one import bypass_mask_builder, make_step
 from works import WORKS
 
+Trace = tuple[dict[str, Any], list[tuple[str, float]]]
+WAITS = (timeline.GATHER, timeline.REDUCE, "barriers of peers")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", required=True, choices=sorted(ENGINES))
     parser.add_argument("--work", required=True, choices=sorted(WORKS))
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--out", type=Path, help="also write the figures to this file, as JSON")
+    parser.add_argument("--out", type=Path, help="append the figures to this file, one JSON line a rank")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    figures, top = trace(options, device)
+    traced: list[Trace] = [None] * dist.get_world_size()  # type: ignore[list-item]
+    dist.all_gather_object(traced, trace(options, device))
     if dist.get_rank() == 0:
-        show(options, figures, top)
+        show(options, traced)
         if options.out:
-            options.out.write_text(json.dumps({"engine": options.engine, "work": options.work, **figures}) + "\n")
+            with options.out.open("a") as file:
+                for rank, (figures, top) in enumerate(traced):
+                    head = {"engine": options.engine, "work": options.work, "rank": rank}
+                    file.write(json.dumps({**head, **figures, "longest_ms": dict(top)}) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def trace(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], list[tuple[str, float]]]:
-    """Return milliseconds a step, by group: alone on the card and in all; and the longest kernels by name."""
+def trace(options: argparse.Namespace, device: torch.device) -> Trace:
+    """Return milliseconds a step of this rank, by group: alone on the card and in all; and the longest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     bypass_mask_builder()
@@ -73,16 +82,23 @@ def trace(options: argparse.Namespace, device: torch.device) -> tuple[dict[str, 
     return dataclasses.asdict(found), top
 
 
-def show(options: argparse.Namespace, figures: dict[str, Any], top: list[tuple[str, float]]) -> None:
+def show(options: argparse.Namespace, traced: list[Trace]) -> None:
     console = Console(width=150)
-    table = Table(title=f"{options.engine} on {options.work}: {figures['step_ms']:.1f} ms a step")
+    steps = ", ".join(f"{figures['step_ms']:.1f}" for figures, _ in traced)
+    table = Table(title=f"{options.engine} on {options.work}: {steps} ms a step")
     table.add_column("group")
-    table.add_column("of the step, ms", justify="right")
-    table.add_column("busy, ms", justify="right")
-    for group, value in figures["share_ms"].items():
-        table.add_row(group, f"{value:.2f}", f"{figures['busy_ms'].get(group, 0.0):.2f}")
+    for rank in range(len(traced)):
+        table.add_column(f"rank {rank}: of the step, ms", justify="right")
+        table.add_column("busy, ms", justify="right")
+    for group in traced[0][0]["share_ms"]:
+        cells = []
+        for figures, _ in traced:
+            cells += [f"{figures['share_ms'][group]:.2f}", f"{figures['busy_ms'].get(group, 0.0):.2f}"]
+        table.add_row(group, *cells)
     console.print(table)
-    for name, value in top:
+    rank = min(range(len(traced)), key=lambda rank: sum(traced[rank][0]["share_ms"][group] for group in WAITS))
+    console.print(f"rank {rank} waits least; its longest kernels:")
+    for name, value in traced[rank][1]:
         console.print(f"{value:8.2f} ms  {name[:130]}", highlight=False)
 
 
