@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from ourshard.runtime.fused import divide_in_step
 from ourshard.runtime.states import keep_on_host
 
 if TYPE_CHECKING:
@@ -116,18 +117,3 @@ def _run(twin: Optimizer, divisor: torch.Tensor | None) -> None:
     if divisor is not None:
         divide_in_step(twin, divisor)
     type(twin).step.__wrapped__(twin)  # type: ignore[attr-defined]  # without hooks
-
-
-def divide_in_step(optimizer: Optimizer, divisor: torch.Tensor) -> None:
-    """Let the coming step divide the gradients that its groups show, or do it now: Note [Late division] in late.py."""
-    groups = [group for group in optimizer.param_groups if group["params"]]
-    fused = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(group["fused"] for group in groups)
-    if fused and divisor.dtype == torch.float32:  # torch's kernels take no other
-        scale = getattr(optimizer, "grad_scale", None)  # a loss scaler's
-        whole = divisor if scale is None else divisor * scale.to(divisor.device)
-        optimizer.grad_scale = whole  # type: ignore[attr-defined]
-        return
-    for group in groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)

@@ -42,7 +42,7 @@ class _Gradients:
 
     sharded: dict[tuple[Engine, Axis], list[torch.Tensor]] = field(default_factory=dict)
     whole: list[torch.Tensor] = field(default_factory=list)
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a tensor, of order 2, where it is known
+    norms: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of a tensor, where known: of order 2, of parts
     lanes: dict[int, Lane] = field(default_factory=dict)  # by id of a tensor that is the whole gradient of one
     dtype: torch.dtype = torch.float32  # of their norm; the same on a rank that holds no rows
 
@@ -73,19 +73,16 @@ def clip_grad_norm_(
 
 
 def _divide(gradients: _Gradients, divisor: torch.Tensor) -> None:
-    """Divide all gradients; those on the host with their step, where that can be: Note [Late division] in late.py."""
+    """Divide all gradients, with their step where that can be: Note [Late division] in late.py."""
+    lanes = gradients.lanes
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in gradients.all():
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, group in by_device.items():
         here = divisor.to(device)
-        if device.type != "cuda":
-            if here.item() == 1.0:  # on the host, a pass over all gradients takes long
-                continue
-            lanes = gradients.lanes
-            rest = [each for each in group if id(each) not in lanes or not lanes[id(each)].late.ask(each, here)]
-        else:
-            rest = group
+        if device.type == "cpu" and here.item() == 1.0:  # a pass over all gradients takes long there
+            continue
+        rest = [each for each in group if id(each) not in lanes or not lanes[id(each)].late.ask(each, here)]
         if rest:
             torch._foreach_div_(rest, here)
 
@@ -199,9 +196,9 @@ def _add_lane(lane: Lane, positions: set[int], found: _Gradients) -> None:
     if len(valid) == lane.valid.count(True):
         mine.append(gradient)  # all that has a gradient is asked for: the flat lane, padding is zero
         found.lanes[id(gradient)] = lane
-        norm = lane.norm_above()
-        if norm is not None:
-            found.norms[id(gradient)] = norm
+        norms = lane.norms_of(gradient)
+        if norms is not None:
+            found.norms[id(gradient)] = norms
     else:
         mine.extend(lane.rows_view(gradient, position) for position in valid if lane.rows(position).rows)
 
@@ -232,15 +229,11 @@ def _local(
 ) -> torch.Tensor:
     """Return the sum of |g|^order (the largest |g| for an infinite order) of local tensors, in `dtype`.
 
-    `known` has the norms of some of them by id: a pass over host memory takes the CPU long.
+    `known` has, by id, norms of parts of some, which are read in their place: Note [Known norms] in norms.py.
     """
     if not tensors:
         return torch.zeros((), device=device, dtype=dtype)
-    asked = [tensor for tensor in tensors if id(tensor) not in known] if known else tensors
-    found = norms_of(asked, order)
-    if known:
-        taken = iter(found)
-        found = [known[id(tensor)] if id(tensor) in known else next(taken) for tensor in tensors]
+    found = norms_of([known.get(id(tensor), tensor) for tensor in tensors], order)
     where = device or found[0].device
     if len({(norm.device, norm.dtype) for norm in found}) > 1:
         found = [norm.to(where, dtype) for norm in found]

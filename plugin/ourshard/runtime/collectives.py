@@ -109,14 +109,30 @@ class Collectives:
         self.ledger = ledger
         self.peer: PeerCopies | None = None  # set by the engine, where copy engines can do it
 
-    def fill_slot(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
-        """All-gather a slot on the gather stream; by peer copies where there are any, and they hold it."""
-        if self.peer is None or axis.name != self.peer.axis.name or not self.peer.can_gather(segment):
+    def fill_slot(
+        self,
+        whole: torch.Tensor,
+        segment: torch.Tensor,
+        axis: Axis,
+        label: str,
+        source: torch.Tensor | None = None,
+    ) -> None:
+        """All-gather a slot on the gather stream; by peer copies where there are any, and they hold it.
+
+        `source`: what the segment is to hold, any dtype, where it does not yet.
+        """
+        peer = self.peer
+        if peer is not None and (axis.name != peer.axis.name or not peer.can_gather(segment)):
+            peer = None
+        if source is not None and (peer is None or source.device != segment.device):
+            segment.copy_(source, non_blocking=True)
+            source = None
+        if peer is None:
             self.all_gather(whole, segment, axis, label)
             return
         if self.ledger is not None:
             self._count_others("all_gather", axis, whole.nbytes)
-        self.peer.gather(whole, segment)
+        peer.gather(whole, segment, source)
 
     def peer_reduce(self, pieces: list[Reduction], label: str) -> None:
         """Reduce pieces of the peers' arena, on the reduce stream; see `PeerCopies.reduce`."""
@@ -125,12 +141,12 @@ class Collectives:
         self._count_others("reduce_scatter", axis, sum(piece.whole.nbytes for piece in pieces))
         self.peer.reduce(pieces)
 
-    def peer_reduce_in_pieces(self, whole: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    def peer_reduce_in_pieces(self, lane: Reduction) -> None:
         """Reduce a lane that is larger than the peers' arena; see `PeerCopies.reduce_in_pieces`."""
         assert self.peer is not None
         axis = self.peer.axis
-        self._count_others("reduce_scatter", axis, whole.nbytes)
-        self.peer.reduce_in_pieces(whole, out, add)
+        self._count_others("reduce_scatter", axis, lane.whole.nbytes)
+        self.peer.reduce_in_pieces(lane)
 
     def all_gather(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
         """Fill `whole` with the `segment` of every rank; `segment` is this rank's part of `whole`."""

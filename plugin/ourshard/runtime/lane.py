@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ourshard.runtime.divided import WaitingSum
-from ourshard.runtime.handle import ShardGradient, gradient_handle
+from ourshard.runtime.handle import GET_GRAD, ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
-from ourshard.runtime.lane_direct import DirectGradients, dense
-from ourshard.runtime.late import LateDivision
+from ourshard.runtime.lane_direct import dense
+from ourshard.runtime.lane_reduced import ReducedGradient
 from ourshard.runtime.layout import LaneLayout
 from ourshard.runtime.ledger import Kind
-from ourshard.runtime.norms import norms_of
+from ourshard.runtime.norms import KnownNorms, norms_of
 from ourshard.runtime.peer import Reduction
 from ourshard.runtime.placement import At
 from ourshard.runtime.run import keep_runs
 
 if TYPE_CHECKING:
-    from ourshard.runtime.run import Run
     from ourshard.runtime.unit import Unit
 
 
-class Lane(DirectGradients):
+class Lane(ReducedGradient):
     """One lane of one unit: the buffers, and the gradients that pass through."""
 
     def __init__(self, unit: Unit, layout: LaneLayout, parameters: list[Parameter], reduce_dtype: torch.dtype) -> None:
@@ -36,25 +35,18 @@ class Lane(DirectGradients):
         self.reduce_dtype = reduce_dtype
         self.whole_gradients = self.placement.grads is At.WHOLE
         self.arriving: torch.Tensor | None = None
-        self._gradient: torch.Tensor | None = None  # see `gradient`
-        self._gradient_nbytes = 0  # as the ledger has them
         self.touched = [False] * len(self.parameters)  # this rank's backward gave a gradient, not dropped since
         self.valid = [False] * len(self.parameters)  # some rank's did; known once the ranks have told each other
         self.reduced_version = -1  # of `arriving`, where whole gradients stay in it
         self.fresh = True  # `arriving` holds nothing yet of this sum
         self.is_lent = False  # `arriving` is a piece of the peers' arena
-        self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
-        self.late = LateDivision(self)
-        self.known_norm: tuple[torch.Tensor, int] | None = None  # of it, as it went down, and the version it was then
         self.in_pieces = False  # `arriving` goes through the arena in pieces
         self._lent_views = None
-        self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.spent_norm: torch.Tensor | None = None  # of one that was stepped and let go in backward: see `spent`
         self._arriving_kind = Kind.GRADIENT if self.whole_gradients else Kind.REDUCE
         self._shown: set[int] = set()  # positions whose whole parameter had its gradient set here
         self._dropped: set[int] = set()  # positions whose gradient was dropped, and is still in the sums
         self.waiting = WaitingSum(self) if self.divided else None
-        self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
 
     # ---- gradients -----------------------------------------------------------------------------------------
 
@@ -138,9 +130,11 @@ class Lane(DirectGradients):
             lent = peer.lend(self.layout.numel, self.lent_dtype)
             if lent is not None:
                 self.is_lent = True
+                self.make_norms()
                 return lent
             if self.unit.rooted and mesh.replicate.size == 1 and not self.offloaded:
                 self.in_pieces = True
+                self.make_norms()
                 dtype = self.lent_dtype
         if reduce_next:
             buffer = self.unit.engine.in_flight.take(self.layout.numel, dtype, self.device)
@@ -149,54 +143,6 @@ class Lane(DirectGradients):
         if self.unit.engine.ledger is not None:
             self.hold(self._arriving_kind, buffer)
         return buffer
-
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """Return the flat reduced gradient.
-
-        Once handed out it is kept alive by the optimizer's gradients alone, which are views of it, so that `zero_grad`
-        frees it.
-        """
-        if self._gradient is None:
-            for run in self.runs:
-                view = run.parameter.grad
-                if run.handed_out and view is not None and run.stop > run.start:
-                    return self._around(view, run)
-        if self.stepping is not None:
-            self.await_step()
-        if self.late.divisor is not None:
-            self.divide_now()
-        return self._gradient
-
-    def divide_now(self) -> None:
-        """Do what waits for the step: Note [Late division] in late.py."""
-        if self._gradient is not None:
-            self.late.apply(self._gradient)
-
-    def take_divisor(self) -> torch.Tensor | None:
-        """Return what the step is to divide `gradient` by, if anything: Note [Late division] in late.py."""
-        divisor = None if self._gradient is None else self.late.take(self._gradient)
-        if divisor is not None:
-            self.known_norm = None
-        return divisor
-
-    def _around(self, view: torch.Tensor, run: Run) -> torch.Tensor:
-        """Return the flat gradient that `view`, which an optimizer has, is a part of."""
-        if run.is_all and view.is_contiguous():
-            return view
-        storage = view.untyped_storage()
-        if view.storage_offset() != run.start or storage.nbytes() != self.master.numel() * view.element_size():
-            raise RuntimeError(
-                f"The gradient of {self.name_of(run.positions[0])!r} was replaced by another tensor; change sharded "
-                "gradients in place, or set them to None."
-            )
-        return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (self.master.numel(),), (1,))
-
-    def take_gradient(self, gradient: torch.Tensor) -> None:
-        """Take a flat reduced gradient, which a replayed backward has filled, for the lane's own."""
-        self._gradient = gradient
-        self.accumulated = True
-        self._hold_gradient(gradient.nbytes)
 
     def reduce(self, sync: bool) -> list[torch.Tensor]:
         """Reduce `arriving` over the mesh into `gradient`, on the current stream.
@@ -247,10 +193,14 @@ class Lane(DirectGradients):
 
     def _reduce_in_pieces(self) -> list[torch.Tensor]:
         assert self.arriving is not None
+        assert self._norms_of_blocks is not None
         whole, self.arriving, self.in_pieces = self.arriving, None, False
         self.hold(self._arriving_kind, whole, -1)
         gradient, first = self._open_gradient()
-        self.unit.engine.collectives.peer_reduce_in_pieces(whole, gradient, add=not first)
+        self.unit.engine.collectives.peer_reduce_in_pieces(
+            Reduction(whole, gradient, self._norms_of_blocks, add=not first)
+        )
+        self.known_norms = KnownNorms(self._norms_of_blocks, gradient)
         self.unit.engine.in_flight.give_back(whole)
         self.accumulated = True
         return []
@@ -258,19 +208,26 @@ class Lane(DirectGradients):
     def lent_reduction(self, sync: bool) -> Reduction:
         """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""
         assert self.arriving is not None
+        assert self._norms_of_blocks is not None
         if self._travels_on(sync):
-            return Reduction(self.arriving, self.segment_of(self.arriving), add=False)
+            return Reduction(self.arriving, self.segment_of(self.arriving), self._norms_of_blocks, add=False)
         total, first = self._open_sum(sync)
         if self.waiting is not None:
             self.waiting.holds = True
         else:
             self.accumulated = True
-        return Reduction(self.arriving, total, add=not first)
+        return Reduction(self.arriving, total, self._norms_of_blocks, add=not first)
 
     def end_loan(self, sync: bool) -> list[torch.Tensor]:
         """Give the arena back, after the reduction that `lent_reduction` described; return what else was read."""
         assert self.arriving is not None
-        read = self._accumulate(self.segment_of(self.arriving), sync) if self._travels_on(sync) else []
+        read: list[torch.Tensor] = []
+        if self._travels_on(sync):
+            read = self._accumulate(self.segment_of(self.arriving), sync)
+        elif self.waiting is None:
+            assert self._gradient is not None
+            assert self._norms_of_blocks is not None
+            self.known_norms = KnownNorms(self._norms_of_blocks, self._gradient)
         self.arriving = None
         self.is_lent = False
         return read
@@ -280,24 +237,6 @@ class Lane(DirectGradients):
         if self.waiting is not None and not sync:
             return self.waiting.open(), not self.waiting.holds
         return self._open_gradient()
-
-    def _open_gradient(self) -> tuple[torch.Tensor, bool]:
-        """Return `gradient`, held, and whether nothing has been accumulated in it."""
-        gradient = self.gradient
-        if gradient is None:
-            gradient = self._make_gradient()
-            self.accumulated = False
-        self._gradient = gradient
-        return gradient, not self.accumulated
-
-    def _make_gradient(self) -> torch.Tensor:
-        if self.offloaded:
-            if self._host_gradient is None:
-                self._host_gradient = self.take_host(self.master.numel())
-            return self._host_gradient
-        gradient = torch.empty_like(self.master)
-        self._hold_gradient(gradient.nbytes)
-        return gradient
 
     def _accumulate(self, segment: torch.Tensor, sync: bool) -> list[torch.Tensor]:
         """Add a reduced segment to `gradient`; when `sync`, reduce that over `replicate`.
@@ -334,7 +273,7 @@ class Lane(DirectGradients):
             gradient.copy_(segment, non_blocking=True)
             total = segment
         if self.offloaded:
-            self.known_norm = (norms_of([total.to(gradient.dtype)])[0], gradient._version)
+            self.known_norms = KnownNorms(norms_of([total.to(gradient.dtype)])[0], gradient)
         self.accumulated = True
         return read
 
@@ -343,15 +282,6 @@ class Lane(DirectGradients):
             self.coder.reduce_replicas(segment)
             return
         self.unit.engine.reducer.reduce(segment, self.unit.engine.mesh.replicate, self.unit.label)
-
-    def norm_above(self) -> torch.Tensor | None:
-        """Return the norm of `gradient`, a scalar on the device, if it was taken as the gradient went to the host.
-
-        None where it was not, or where anyone has written to the gradient since, which its version tells; kernels of
-        loss scaling and of fused optimizers write past it, so whoever calls them forgets `known_norm`.
-        """
-        norm, gradient = self.known_norm, self._gradient
-        return norm[0] if norm is not None and gradient is not None and gradient._version == norm[1] else None
 
     def settle(self, flags: list[bool]) -> None:
         """Take in which parameters have a gradient on any rank, and show gradients where the user looks for them."""
@@ -396,7 +326,7 @@ class Lane(DirectGradients):
         """Notice gradients that `zero_grad(set_to_none=True)` of an optimizer, or of a plain parameter, dropped."""
         gone = {position for position in self._shown if self.resting[position].grad is None} if self._shown else set()
         for run in self.runs:
-            if run.handed_out and run.parameter.grad is None:
+            if run.handed_out and GET_GRAD(run.parameter) is None:
                 gone.update(run.positions)
         if gone:
             self.drop_gradients(gone)
@@ -468,6 +398,7 @@ class Lane(DirectGradients):
     def local_gradient_rows(self, position: int) -> torch.Tensor:
         """Return this rank's rows of a reduced gradient, a view. Raises `RuntimeError` before it is reduced."""
         self._refuse_spent(position)
+        self.is_seen()
         if not self.rows(position).rows:
             return self.rows_view(self.master, position)  # no element, of the right shape
         if self.gradient is None:
@@ -490,9 +421,3 @@ class Lane(DirectGradients):
         if not self.valid[position] and not self.touched[position]:
             return None
         return gradient_handle(self, position, self.parameters[position].shape, self.store_dtype)
-
-    def _hold_gradient(self, nbytes: int) -> None:
-        """Tell the ledger the bytes of `gradient`; 0 once `zero_grad` is known to have freed it."""
-        if self.unit.engine.ledger is not None:
-            self.unit.engine.ledger.hold(Kind.GRADIENT, nbytes - self._gradient_nbytes)
-            self._gradient_nbytes = nbytes

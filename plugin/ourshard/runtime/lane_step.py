@@ -9,6 +9,9 @@ up while the CPU steps the next. This happens after all hooks that run before a 
 it; for the step that then follows, which is to find nothing to do, the gradients are hidden. Group dicts,
 hyper-parameters, states and step counters are those of the user's optimizer all the time.
 
+Gradients on the device that are still to be divided (Note [Late division] in late.py) are stepped so too, all lanes at
+once; those that are not to be are left to the step that follows.
+
 With `offload.overlap_step` a thread does it while the next forward begins: Note [Overlapped steps] in behind.py.
 
 A step is taken as one where the optimizer is of another class (it may keep one value for all parameters), or gets a
@@ -27,7 +30,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ourshard.runtime.behind import Stepping, can_overlap, divide_in_step
+from ourshard.runtime.behind import Stepping, can_overlap
+from ourshard.runtime.fused import divide_in_step
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.states import keep_on_host
 
@@ -43,13 +47,12 @@ def can_be_cut(optimizer: Optimizer) -> bool:
     return hasattr(type(optimizer).step, "hooked")
 
 
-class StepByLane:
-    """One step by lanes: made before it, `end` when it is over or has failed. Note [Steps by lane]."""
+class StepApart:
+    """One step, some lanes of which are stepped apart before it: `end` when it is over or has failed."""
 
     def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> None:
         self.sent: list[Lane] = []  # lanes whose masters went up
         self._lanes = lanes
-        self._overlaps = can_overlap(optimizer, lanes)
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         before = optimizer.register_step_pre_hook(self._step)  # torch runs it last, after all that are there
         after = optimizer.register_step_post_hook(self._show)
@@ -61,6 +64,41 @@ class StepByLane:
         self._show()
         for handle in self._handles:
             handle.remove()
+
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Run as a hook before the step."""
+        raise NotImplementedError
+
+    def _hide(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _show(self, *_: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+
+class StepDividing(StepApart):
+    """A step whose `lanes`, on the device, wait for one division: Note [Late division] in late.py."""
+
+    @torch.no_grad()
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        runs = [run.parameter for lane in self._lanes for run in lane.runs]
+        step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
+        with showing(optimizer, runs), _dividing(optimizer, self._lanes):
+            step(optimizer)
+        self._hide(runs)
+
+
+class StepByLane(StepApart):
+    """One step by lanes: Note [Steps by lane]."""
+
+    def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> None:
+        self._overlaps = can_overlap(optimizer, lanes)  # before hooks of ours are there
+        super().__init__(optimizer, lanes)
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -92,7 +130,7 @@ class StepByLane:
     def _step_here(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         with closing(self._in_memory(optimizer)) as lanes:
             for lane, master in lanes:
-                with showing(optimizer, [run.parameter for run in lane.runs]), _dividing(optimizer, lane):
+                with showing(optimizer, [run.parameter for run in lane.runs]), _dividing(optimizer, [lane]):
                     step(optimizer)
                 if not lane.on_disk:
                     keep_on_host(optimizer, lane)
@@ -112,21 +150,24 @@ class StepByLane:
             lane.send_up(master)
         self.sent.append(lane)
 
-    def _hide(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def _show(self, *_: Any) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden.clear()
-
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Say whether someone else than the runtime looks at the gradients before the step."""
     return len(_global_optimizer_pre_hooks) > 1 or bool(optimizer._optimizer_step_pre_hooks)
+
+
+def dividing_apart(optimizer: Optimizer, lanes: Iterable[Lane], has_closure: bool) -> StepDividing | None:
+    """Return a step that divides the gradients of those `lanes` that wait for it, or do it now where it can't.
+
+    A loss scaler may skip the step, and gradients are then to be what clipping has made of them.
+    """
+    waiting = [lane for lane in lanes if lane.late.divisor is not None]
+    scaled = any(getattr(optimizer, key, None) is not None for key in ("grad_scale", "found_inf"))
+    one = len({id(lane.late.divisor) for lane in waiting}) == 1 and not any(lane.offloaded for lane in waiting)
+    if one and not (has_closure or scaled):
+        return StepDividing(optimizer, waiting)
+    divide_now(waiting)
+    return None
 
 
 def divide_now(lanes: Iterable[Lane]) -> None:
@@ -137,9 +178,12 @@ def divide_now(lanes: Iterable[Lane]) -> None:
 
 
 @contextmanager
-def _dividing(optimizer: Optimizer, lane: Lane) -> Iterator[None]:
-    """Let a step, whose groups show `lane` alone, divide its gradient where that waits: Note [Late division]."""
-    divisor = lane.take_divisor()
+def _dividing(optimizer: Optimizer, lanes: Sequence[Lane]) -> Iterator[None]:
+    """Let a step, whose groups show `lanes` alone, divide their gradients where that waits: Note [Late division].
+
+    Where there are several, all wait for the same division.
+    """
+    divisor, *_ = [lane.take_divisor() for lane in lanes]
     if divisor is None:
         yield
         return

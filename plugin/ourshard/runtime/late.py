@@ -1,16 +1,16 @@
-"""Clipping of gradients on the host that waits for the step.
+"""Clipping of gradients that waits for the step.
 
 Note [Late division]
 --------------------
-A pass over gradients on the host moves 8 bytes an element, where AdamW moves 28. `clip_grad_norm_` therefore only notes
-by what the gradient of an offloaded lane is to be divided. torch's fused Adam divides as it reads the gradient, for
-which it has `grad_scale`; other optimizers find it divided right before their step of the lane. On the device the same
-division is done at once, so that the bits are the same.
+A pass over gradients moves 8 bytes an element, where AdamW moves 28. `clip_grad_norm_` therefore only notes by what the
+gradient of a lane is to be divided, where torch's fused Adam steps all of it: it divides as it reads the gradient, for
+which it has `grad_scale`, with the same bits, and writes it back. On the host others find it divided right before
+their step of the lane, which brings it into the caches.
 
-Whoever reads or changes the gradient through the engine (`parameter.grad` of the model, another clipping, a backward
-that adds to it, a loss scaler) finds it divided, since `Lane.gradient` does what waits. Hooks of the optimizer do, too.
-Left are the flat tensors in the groups of the optimizer itself: between clipping and the step they have gradients as
-they came, and one that was written to in this time ends the step with an error, as nobody can tell what was meant.
+Whoever reads or changes the gradient (`parameter.grad` of the model, or of the optimizer's own tensors, another
+clipping, a backward that adds to it, a loss scaler, a hook of the optimizer) finds it divided, since `Lane.gradient`
+and `FlatParameter.grad` do what waits. Left are tensors that were taken before clipping: one that was written to after
+it ends the step with an error, as nobody can tell what was meant.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
+from ourshard.runtime.fused import divides_as_it_steps
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
@@ -34,14 +36,15 @@ class LateDivision:
         self.divisor: torch.Tensor | None = None  # a scalar on the host
 
     def ask(self, gradient: torch.Tensor, divisor: torch.Tensor) -> bool:
-        """Note that `gradient` is to be divided; False where it is not one optimizer that steps all of it."""
+        """Note that `gradient` is to be divided; False where it is not one optimizer that steps all of it so."""
         lane = self._lane
-        if not lane.offloaded:
+        if not lane.offloaded and not all(divides_as_it_steps(run.optimizer(), run.group) for run in lane.runs):
             return False
-        stepped = {position for run in lane.runs for position in run.positions}
-        whole = all(position in stepped for position, valid in enumerate(lane.valid) if valid)
-        if not whole or len({id(run.optimizer()) for run in lane.runs}) != 1:
-            return False
+        if not (len(lane.runs) == 1 and lane.runs[0].is_every):
+            stepped = {position for run in lane.runs for position in run.positions}
+            whole = all(position in stepped for position, valid in enumerate(lane.valid) if valid)
+            if not whole or len({id(run.optimizer()) for run in lane.runs}) != 1:
+                return False
         self.divisor, self._version = divisor, gradient._version
         return True
 
@@ -56,9 +59,9 @@ class LateDivision:
         divisor, self.divisor = self.divisor, None
         if divisor is not None and gradient._version != self._version:
             raise RuntimeError(
-                f"The flat gradient of {self._lane.name_of(0)!r} in the optimizer's groups was changed between "
-                "clipping and the step, where its clipping still waits for the step (offload). Change gradients before "
-                "clipping, or through `parameter.grad` of the model, or in a hook of the optimizer."
+                f"The gradient of {self._lane.name_of(0)!r} was changed between clipping and the step, through a "
+                "tensor that was taken before clipping, which still waits for the step. Change gradients before "
+                "clipping, or ask for `grad` again: of the model's parameters, or of those in the optimizer's groups."
             )
         return divisor
 

@@ -1,7 +1,17 @@
-"""Norms of gradients that are right in float32 at any length."""
+"""Norms of gradients that are right in float32 at any length.
+
+Note [Known norms]
+------------------
+Clipping reads all gradients once for their norm. Where the last to write a lane's gradient had all of it in hand, it
+leaves norms whose norm is that of the gradient: the kernel that adds up what peers sent one for each of its blocks,
+and a gradient that goes to the host one for all. They hold for as long as nobody writes to the gradient: torch counts
+what is written, and whoever asks the runtime for the gradient, or the optimizer's tensor for `grad`, may write past
+that count (`p.grad.data`, kernels of loss scalers), so that it is read again from then on.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +33,21 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float = 2.0) -> list[torch.
         if _is_long(tensor):
             found.insert(place, _by_blocks(tensor, order))
     return found
+
+
+class KnownNorms:
+    """Norms that make up that of a gradient, until it changes: Note [Known norms]."""
+
+    __slots__ = ("_gradient", "_version", "norms")
+
+    def __init__(self, norms: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.norms = norms
+        self._gradient = weakref.ref(gradient)
+        self._version = gradient._version
+
+    def are_of(self, gradient: torch.Tensor) -> bool:
+        """Say whether they are those of `gradient` as it is, for all that torch knows."""
+        return self._gradient() is gradient and gradient._version == self._version
 
 
 def ordered_bits(norms: torch.Tensor) -> torch.Tensor:

@@ -24,10 +24,19 @@ from ourshard.runtime import own_rows
 from ourshard.runtime.buffer import give_back_unused
 from ourshard.runtime.compiling import outside_of_compile
 from ourshard.runtime.engine import ENGINES, Engine
+from ourshard.runtime.fused import prefer_fused
 from ourshard.runtime.handle import USE_OUR_SCALER, ShardParameter
 from ourshard.runtime.in_backward import StepsInBackward
 from ourshard.runtime.lane import Lane
-from ourshard.runtime.lane_step import StepByLane, can_be_cut, can_step_by_lane, divide_now, has_hooks
+from ourshard.runtime.lane_step import (
+    StepApart,
+    StepByLane,
+    can_be_cut,
+    can_step_by_lane,
+    divide_now,
+    dividing_apart,
+    has_hooks,
+)
 from ourshard.runtime.owners import Loan, StepByOwner, assign_owners, lend_whole
 from ourshard.runtime.probe import TRIALS, can_step_in_turns, needs_whole, steps_each_alone
 from ourshard.runtime.run import Run, keep_runs
@@ -48,7 +57,7 @@ class _Adopted:
         self.orphaned = False  # another optimizer took its parameters over
         self.stepped = False
         self.loans: list[Loan] = []  # whole parameters that are with their owners, during a step
-        self.by_lane: StepByLane | None = None  # the step that is going on, where it goes by lanes
+        self.by_lane: StepApart | None = None  # the step that is going on, where some lanes are stepped apart
         self.engines: list[weakref.ref[Engine]] | None = None  # whose parameters it steps, once asked for
 
 
@@ -74,7 +83,7 @@ def adopt_optimizer(optimizer: Optimizer) -> Optimizer:
         _refuse_from_disk(optimizer, group, whole)
         _refuse_in_backward(optimizer, group, whole)
         _adopt_group(optimizer, group, whole)
-        _prefer_fused(optimizer, group)
+        prefer_fused(optimizer, group)
     if whole:
         _settle_owners(optimizer)
     _follow_zero_grad(optimizer)
@@ -274,24 +283,6 @@ def _runs_of(optimizer: Optimizer) -> list[Run]:
     return [r for engine in ENGINES for lane in engine.lanes() for r in lane.runs if r.optimizer() is optimizer]
 
 
-def _prefer_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Use the fused implementation of Adam where the user did not choose.
-
-    Not that of SGD: it fails where a parameter gets its first gradient later than others. Nor that of Adagrad, which
-    torch has for CPUs alone.
-    """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return
-    if group["fused"] is not None or group["foreach"] or group["differentiable"]:
-        return
-    devices = {p.device.type for p in group["params"]}
-    floating = all(p.is_floating_point() for p in group["params"])
-    if floating and devices <= {"cpu", "cuda"}:
-        group["fused"] = True
-        group["foreach"] = False
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-
-
 # ---- global hooks ------------------------------------------------------------------------------------------
 
 
@@ -316,8 +307,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     runs = _runs_of(optimizer)
     owned = [run for run in runs if run.owner is not None]
     lanes = _lanes_on_host(optimizer)
-    if owned or not lanes or has_hooks(optimizer):
-        divide_now({run.lane for run in runs})
+    mine = dict.fromkeys(run.lane for run in runs)
+    if owned or has_hooks(optimizer):
+        divide_now(mine)
     if owned:
         _refuse_closure(optimizer, has_closure)
         if steps_each_alone(type(optimizer)) and can_be_cut(optimizer):
@@ -328,7 +320,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 for loan in known.loans:
                     loan.open()
     elif lanes:
+        divide_now(mine.keys() - set(lanes))
         known.by_lane = StepByLane(optimizer, lanes)
+    else:
+        known.by_lane = dividing_apart(optimizer, mine, has_closure)
 
 
 def _refuse_in_hooks(optimizer: Optimizer) -> None:
@@ -455,7 +450,7 @@ def show_gradients(optimizer: Optimizer) -> None:
     lanes = {run.lane for run in _runs_of(optimizer)}
     divide_now(lanes)
     for lane in lanes:
-        lane.known_norm = None
+        lane.known_norms = None
 
 
 def has_owners(optimizer: Optimizer) -> bool:

@@ -7,9 +7,11 @@ NCCL's kernels take multiprocessors from the model: beside an all-gather a bf16 
 
 * gather: each rank puts its segment into a staging buffer that its peers can map, all meet at a barrier on the
   gather stream, and each pulls the segments of the others into its own slot. Two staging buffers take turns: when one
-  is written again, its rank has passed the barrier of the gather in between, so every peer has done its pulls.
+  is written again, its rank has passed the barrier of the gather in between, so every peer has done its pulls. One
+  kernel casts a master to both places: what such kernels move delays the first kernels of the unit that computes.
 * reduce: whole gradients are collected in a buffer that peers can map (the arena), all meet, each pulls its part from
-  the others, all meet again, and one kernel adds the parts in fp32, scales and accumulates.
+  the others, all meet again, and one kernel adds the parts in fp32, scales and accumulates. It leaves the norm of
+  each block of the sum, so that clipping need not read the gradients again: Note [Known norms] in norms.py.
 
 The arena holds one unit; it is filled and read on the reduce stream, so units follow each other without a wait on the
 compute stream. Lanes that do not fit (large embeddings and heads) are reduced in pieces, and gathered through NCCL. All
@@ -34,14 +36,15 @@ if TYPE_CHECKING:
 
 _ALIGN = 512  # bytes between pieces of a shared buffer
 PIECE_NBYTES = 32 * 2**20  # least size of the arena where larger lanes go through it in pieces
+BLOCK = 2048  # elements that an instance of a kernel has, each block with a norm of its own
+_CAST = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel casts between
 _GATHER, _REDUCE = 0, 1  # barrier channels: the two streams meet independently
 
 
 class _Gather(NamedTuple):
-    """The views that gather one slot: what it is, this rank's part, and for each turn the stage and (to, from)."""
+    """The views that gather one slot: what it is, and for each turn the stage, in its dtype, and bytes (to, from)."""
 
     whole: torch.Tensor
-    segment: torch.Tensor
     turns: list[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]
 
 
@@ -86,17 +89,23 @@ class PeerCopies:
     def can_gather(self, segment: torch.Tensor) -> bool:
         return segment.nbytes <= self._staging_nbytes
 
-    def gather(self, whole: torch.Tensor, segment: torch.Tensor) -> None:
-        """Fill `whole` with every rank's `segment`, which is this rank's part of it. On the gather stream."""
+    def gather(self, whole: torch.Tensor, segment: torch.Tensor, source: torch.Tensor | None = None) -> None:
+        """Fill `whole` with every rank's `segment`, which is this rank's part of it. On the gather stream.
+
+        `source`: what the segment is to hold, any dtype, on the device; None where it is there.
+        """
         plan = self._gathers.get(id(whole))
         if plan is None or plan.whole is not whole:
             plan = self._gathers[id(whole)] = self._plan_gather(whole, segment)
         staged, pulls = plan.turns[self._turn]
         self._turn ^= 1
-        staged.copy_(plan.segment)
+        if source is None:
+            staged.copy_(segment)
+        else:
+            copy_twice(source, segment, staged)
         self._handle.barrier(channel=_GATHER)
-        for target, source in pulls:
-            target.copy_(source)
+        for target, there in pulls:
+            target.copy_(there)
 
     def _plan_gather(self, whole: torch.Tensor, segment: torch.Tensor) -> _Gather:
         nbytes, target = segment.nbytes, whole.view(torch.uint8)
@@ -106,8 +115,8 @@ class PeerCopies:
                 (target[peer * nbytes : (peer + 1) * nbytes], buffer[start : start + nbytes])
                 for peer, buffer in self._peers
             ]
-            turns.append((self._shared[start : start + nbytes], pulls))
-        return _Gather(whole, segment.view(torch.uint8), turns)
+            turns.append((self._shared[start : start + nbytes].view(segment.dtype), pulls))
+        return _Gather(whole, turns)
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a piece of the arena for whole gradients, or None if it does not fit.
@@ -133,10 +142,10 @@ class PeerCopies:
         if pulls is None:
             pulls = self._pulls[lent] = self._plan_pulls([piece.whole for piece in pieces])
         for pull in pulls:
-            for target, source in pull.copies:
-                target.copy_(source)
+            for target, there in pull.copies:
+                target.copy_(there)
         for piece, pull in zip(pieces, pulls, strict=True):
-            add_parts(piece.out, pull.own, pull.parts, self._divisor, add=piece.add)
+            add_parts(piece.out, piece.norms, pull.own, pull.parts, self._divisor, add=piece.add)
         self._handle.barrier(channel=_REDUCE)
         self._lent = 0
 
@@ -159,17 +168,19 @@ class PeerCopies:
             done += _aligned(nbytes) * (size - 1)
         return pulls
 
-    def reduce_in_pieces(self, whole: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        """Reduce a lane (size * n,) that is larger than the arena, piece by piece, into `out` (n,). As `reduce`."""
+    def reduce_in_pieces(self, lane: Reduction) -> None:
+        """Reduce a lane (size * n,) that is larger than the arena, piece by piece. As `reduce`."""
+        whole, out = lane.whole, lane.out
         parts = whole.view(self.axis.size, -1)
         step = self._arena_nbytes // (self.axis.size * whole.element_size())
-        step -= step % 16  # elements; as shards are aligned
+        step -= step % BLOCK if step < out.numel() else 0
         for start in range(0, out.numel(), step):
             part = parts[:, start : start + step]
             piece = self.lend(part.numel(), whole.dtype)
             assert piece is not None
             piece.view(part.shape).copy_(part)
-            self.reduce([Reduction(piece, out[start : start + step], add)])
+            norms = lane.norms[start // BLOCK :]
+            self.reduce([Reduction(piece, out[start : start + step], norms, lane.add)])
 
     def abandon(self) -> None:
         """End all loans after an exception."""
@@ -177,21 +188,41 @@ class PeerCopies:
 
 
 class Reduction:
-    """One lane's part in a reduction: this rank's part of `whole`, reduced, is put in, or added to, `out`."""
+    """One lane's part in a reduction: this rank's part of `whole`, reduced, is put in, or added to, `out`.
 
-    __slots__ = ("add", "out", "whole")
+    The norm of each `BLOCK` elements of `out` is left in `norms`.
+    """
 
-    def __init__(self, whole: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    __slots__ = ("add", "norms", "out", "whole")
+
+    def __init__(self, whole: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, add: bool) -> None:
         self.whole = whole
         self.out = out
+        self.norms = norms
         self.add = add
 
 
-def add_parts(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, divisor: int, *, add: bool) -> None:
-    """Set `out` (n,) to the sum in fp32 of `own` (n,) and the parts in `pulled`, divided; or add it."""
+def add_parts(
+    out: torch.Tensor, norms: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, divisor: int, *, add: bool
+) -> None:
+    """Set `out` (n,) to the sum in fp32 of `own` (n,) and the parts in `pulled`, divided; or add it.
+
+    The first values of `norms` (fp32) become the norms of each `BLOCK` elements of `out`.
+    """
     from ourshard.runtime.peer_kernels import add_parts as kernel
 
-    kernel(out, own, pulled, divisor, add=add)
+    kernel(out, norms, own, pulled, divisor, add=add)
+
+
+def copy_twice(source: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Copy `source` (n,) to `first` and `second`, which have one dtype; read once where a kernel casts so."""
+    if source.dtype not in _CAST or first.dtype not in _CAST:
+        first.copy_(source)
+        second.copy_(first)
+        return
+    from ourshard.runtime.peer_kernels import copy_twice as kernel
+
+    kernel(source, first, second)
 
 
 def make_peer_copies(engine: Engine) -> PeerCopies | str:

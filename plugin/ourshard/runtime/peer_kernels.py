@@ -1,4 +1,4 @@
-"""The kernel that adds pulled gradient parts: one pass, fp32 sums."""
+"""The kernels beside peer copies, each one pass: parts of gradients are added up, masters cast to where they go."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 2048
+from ourshard.runtime.peer import BLOCK
 
 
 @triton.jit
-def _add_parts(out, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def _add_parts(out, norms, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     total = tl.load(own + place, mask=inside, other=0.0).to(tl.float32)
@@ -19,11 +19,32 @@ def _add_parts(out, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: tl.cons
     total *= scale
     if ADD:
         total += tl.load(out + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    stored = total.to(out.dtype.element_ty)
+    tl.store(out + place, stored, mask=inside)
+    value = stored.to(tl.float32)
+    tl.store(norms + tl.program_id(0), tl.sqrt_rn(tl.sum(value * value)))
 
 
-def add_parts(out: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, divisor: int, *, add: bool) -> None:
-    """Set `out` (n,) to the sum in fp32 of `own` (n,) and the parts in `pulled`, divided; or add it."""
+@triton.jit
+def _copy_twice(source, first, second, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < numel
+    value = tl.load(source + place, mask=inside).to(first.dtype.element_ty)
+    tl.store(first + place, value, mask=inside)
+    tl.store(second + place, value, mask=inside)
+
+
+def add_parts(
+    out: torch.Tensor, norms: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, divisor: int, *, add: bool
+) -> None:
+    """Do what `peer.add_parts` says."""
     numel = own.numel()
-    grid = (triton.cdiv(numel, _BLOCK),)
-    _add_parts[grid](out, own, pulled, numel, 1.0 / divisor, PARTS=pulled.numel() // numel, ADD=add, BLOCK=_BLOCK)
+    grid = (triton.cdiv(numel, BLOCK),)
+    parts = pulled.numel() // numel
+    _add_parts[grid](out, norms, own, pulled, numel, 1.0 / divisor, PARTS=parts, ADD=add, BLOCK=BLOCK)
+
+
+def copy_twice(source: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Do what `peer.copy_twice` says."""
+    numel = source.numel()
+    _copy_twice[(triton.cdiv(numel, BLOCK),)](source, first, second, numel, BLOCK=BLOCK)

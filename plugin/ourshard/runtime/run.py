@@ -15,17 +15,59 @@ optimizer's own, as scales of blocks, can't be cut: such a step is refused.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ourshard.runtime.handle import GET_GRAD, SET_GRAD
 from ourshard.runtime.states import refuse_to_cut
 from ourshard.runtime.wording import shorten
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
+
+
+class FlatParameter(nn.Parameter):
+    """What an optimizer has of a run: whoever asks for its gradient finds it as users left it, and may write to it.
+
+    So what waits for the step is done first (Note [Late division] in late.py), and what is known of the gradient is
+    forgotten (Note [Known norms] in norms.py). Copies are plain parameters.
+    """
+
+    lane: Callable[[], Lane | None] = staticmethod(lambda: None)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        lane = self.lane()
+        if lane is not None:
+            lane.is_seen()
+        found: torch.Tensor | None = GET_GRAD(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        lane = self.lane()
+        if lane is not None and value is not None:
+            lane.is_seen()
+        SET_GRAD(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        SET_GRAD(self, None)
+
+    def _plain(self) -> nn.Parameter:
+        return nn.Parameter(self.detach(), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = deepcopy(self._plain(), memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
 
 
 class Run:
@@ -58,7 +100,8 @@ class Run:
             self.stop = last.offset + last.numel(lane.layout.tensors[held[-1]].granule)
         self.is_every = len(positions) == len(lane.parameters)
         self.is_all = self.stop - self.start == lane.master.numel()  # that this rank has of the lane
-        self.parameter: nn.Parameter = nn.Parameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
+        self.parameter = FlatParameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
+        self.parameter.lane = weakref.ref(lane)
         if held:
             self.parameter.data = lane.master[self.start : self.stop]
         self.owner: int | None = None  # the rank of `lane.spread` that steps it whole: Note [Owners] in owners.py
@@ -95,14 +138,14 @@ class Run:
                 self._split()
                 return
             self.handed_out = True in flags
-        if self.handed_out and self.parameter.grad is None:
-            self.parameter.grad = self._rows_of(self.lane.gradient)
+        if self.handed_out and GET_GRAD(self.parameter) is None:
+            SET_GRAD(self.parameter, self._rows_of(self.lane.gradient))
         elif not self.handed_out:
             self.parameter.grad = None
 
     def hand_out_all(self) -> None:
         """Set the run's gradient from the lane's, of which all parameters are known to have one."""
-        self.parameter.grad = self._rows_of(self.lane.gradient)
+        SET_GRAD(self.parameter, self._rows_of(self.lane.gradient))
 
     def take_back(self) -> None:
         """Let go of a gradient that was stepped."""
