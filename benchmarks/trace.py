@@ -71,15 +71,33 @@ def trace(options: argparse.Namespace, device: torch.device) -> Trace:
         torch.cuda.synchronize()
     spans: dict[str, list[timeline.Span]] = defaultdict(list)
     names: dict[str, float] = defaultdict(float)
+    busy: list[tuple[float, float, str]] = []
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.device_type().name != "CUDA" or event.duration_ns() == 0:
             continue
         start = event.start_ns() / 1e6
         spans[timeline.gpu_group_of(event.name())].append((start, start + event.duration_ns() / 1e6))
         names[event.name()] += event.duration_ns() / 1e6 / options.steps
-    top = sorted(names.items(), key=lambda item: -item[1])[:22]
-    found = timeline.shares(spans, timeline.GPU_ORDER, options.steps)
-    return dataclasses.asdict(found), top
+        busy.append((start, start + event.duration_ns() / 1e6, event.name()))
+    found = dataclasses.asdict(timeline.shares(spans, timeline.GPU_ORDER, options.steps))
+    found["gaps_ms"] = {place: gap / options.steps for place, gap in longest(gaps_of(busy), 10)}
+    return found, longest(names, 22)
+
+
+def gaps_of(busy: list[tuple[float, float, str]]) -> dict[str, float]:
+    """Return the time in which nothing ran, by the kernels before and after it."""
+    gaps: dict[str, float] = defaultdict(float)
+    ended, last = float("inf"), ""
+    for start, end, name in sorted(busy):
+        if start > ended:
+            gaps[f"{last[:60]} -> {name[:60]}"] += start - ended
+        if not last or end > ended:
+            ended, last = end, name
+    return gaps
+
+
+def longest(times: dict[str, float], count: int) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])[:count]
 
 
 def show(options: argparse.Namespace, traced: list[Trace]) -> None:
@@ -100,6 +118,9 @@ def show(options: argparse.Namespace, traced: list[Trace]) -> None:
     console.print(f"rank {rank} waits least; its longest kernels:")
     for name, value in traced[rank][1]:
         console.print(f"{value:8.2f} ms  {name[:130]}", highlight=False)
+    console.print("its longest gaps, each between two kernels:")
+    for name, value in traced[rank][0]["gaps_ms"].items():
+        console.print(f"{value:8.2f} ms  {name}", highlight=False)
 
 
 if __name__ == "__main__":
