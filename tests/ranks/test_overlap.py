@@ -147,9 +147,9 @@ def clipped() -> None:
 
     whole = backward(1)
     norm = clip_grad_norm_(model, 1e-3).item()
-    assert lane.late.divisor is not None  # nothing was passed over yet
+    assert lane.notes.divisor is not None  # nothing was passed over yet
     found = lane.gradient.abs().sum().item()  # as `parameter.grad` of the model has it
-    assert lane.late.divisor is None
+    assert lane.notes.divisor is None
     assert found == pytest.approx(whole * 1e-3 / norm, rel=1e-4)
     assert clip_grad_norm_(model, 1e9).item() == pytest.approx(1e-3, rel=1e-4)
     optimizer.zero_grad()
@@ -157,7 +157,7 @@ def clipped() -> None:
     whole = backward(2)
     clip_grad_norm_(model, 1e-3)
     assert flat.grad.abs().sum().item() < whole / 2  # the optimizer's own
-    assert lane.late.divisor is None
+    assert lane.notes.divisor is None
     optimizer.zero_grad()
 
     backward(2)
@@ -179,11 +179,11 @@ def clipped() -> None:
     backward(4)
     clip_grad_norm_(model, 1e-3)
     optimizer.zero_grad()
-    assert lane.late.divisor is None
+    assert lane.notes.divisor is None
     backward(5)
     clip_grad_norm_(model, 1e-3)
     optimizer.zero_grad(set_to_none=False)  # a step that is skipped
-    assert lane.late.divisor is None
+    assert lane.notes.divisor is None
     assert lane.gradient.count_nonzero() == 0
 
 

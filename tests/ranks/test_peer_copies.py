@@ -195,7 +195,7 @@ def looked_at(looks: bool, scaled: bool = False) -> Result:
         loss = square_loss(model, part(joined(number)))
         loss.backward()
         result.norms.append(clip_grad_norm_(model, 1e-3).item())
-        waits = [lane.late.divisor is not None for lane in lanes]
+        waits = [lane.notes.divisor is not None for lane in lanes]
         assert all(waits) if number else not any(waits)  # the optimizer is adopted at its first step
         flat = optimizer.param_groups[0]["params"]
         if looks and number == 1:
@@ -207,7 +207,7 @@ def looked_at(looks: bool, scaled: bool = False) -> Result:
         with mock.patch.object(torch, "_foreach_div_", side_effect=AssertionError("a pass of its own")):
             optimizer.step()
         assert not hasattr(optimizer, "grad_scale")
-        assert not any(lane.late.divisor is not None for lane in lanes)
+        assert not any(lane.notes.divisor is not None for lane in lanes)
         after = torch.stack([p.grad.norm() for p in flat]).norm()
         assert after < 2e-3  # as clipping has made them
         optimizer.zero_grad()

@@ -241,9 +241,9 @@ class Rehearsal:
         masters = sum(lane.master_nbytes for lane in lanes if not lane.on_host)
         host = sum(lane.master_nbytes for lane in lanes if lane.on_host)
         if self.clip and not self.config.optimizer_in_backward:
-            # The norm reads every gradient (those that went down, before they did), the division reads and writes; on
-            # the host the step divides, and writes what it divided: Note [Late division] in runtime/late.py.
-            self._move(Does.COPY, self._root, nbytes=3 * masters, host_nbytes=host)
+            # The step divides, and writes what it divided: Note [Late division] in runtime/gradient_notes.py. The norm
+            # reads every gradient on the device, but what peers reduced: Note [Known norms] in runtime/norms.py.
+            self._move(Does.COPY, self._root, nbytes=(1 if self.peer else 2) * masters, host_nbytes=host)
         disk = sum(lane.master_nbytes for lane in lanes if lane.on_disk)
         stored = sum(lane.read_nbytes for lane in lanes)
         waited, behind = (0, host) if self._behind else (host, 0)

@@ -73,7 +73,7 @@ def clip_grad_norm_(
 
 
 def _divide(gradients: _Gradients, divisor: torch.Tensor) -> None:
-    """Divide all gradients, with their step where that can be: Note [Late division] in late.py."""
+    """Divide all gradients, with their step where that can be: Note [Late division] in gradient_notes.py."""
     lanes = gradients.lanes
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in gradients.all():
@@ -82,7 +82,7 @@ def _divide(gradients: _Gradients, divisor: torch.Tensor) -> None:
         here = divisor.to(device)
         if device.type == "cpu" and here.item() == 1.0:  # a pass over all gradients takes long there
             continue
-        rest = [each for each in group if id(each) not in lanes or not lanes[id(each)].late.ask(each, here)]
+        rest = [each for each in group if id(each) not in lanes or not lanes[id(each)].notes.ask(each, here)]
         if rest:
             torch._foreach_div_(rest, here)
 

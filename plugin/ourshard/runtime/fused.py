@@ -32,7 +32,10 @@ def divides_as_it_steps(optimizer: Optimizer | None, group: dict[str, Any]) -> b
 
 
 def divide_in_step(optimizer: Optimizer, divisor: torch.Tensor) -> None:
-    """Let the coming step divide the gradients that its groups show, or do it now: Note [Late division] in late.py."""
+    """Let the coming step divide the gradients that its groups show, or do it now.
+
+    Note [Late division] in gradient_notes.py.
+    """
     groups = [group for group in optimizer.param_groups if group["params"]]
     fused = all(divides_as_it_steps(optimizer, group) for group in groups)
     if fused and divisor.dtype == torch.float32:  # torch's kernels take no other

@@ -200,7 +200,7 @@ class Lane(ReducedGradient):
         self.unit.engine.collectives.peer_reduce_in_pieces(
             Reduction(whole, gradient, self._norms_of_blocks, add=not first)
         )
-        self.known_norms = KnownNorms(self._norms_of_blocks, gradient)
+        self.notes.norms = KnownNorms(self._norms_of_blocks, gradient)
         self.unit.engine.in_flight.give_back(whole)
         self.accumulated = True
         return []
@@ -227,7 +227,7 @@ class Lane(ReducedGradient):
         elif self.waiting is None:
             assert self._gradient is not None
             assert self._norms_of_blocks is not None
-            self.known_norms = KnownNorms(self._norms_of_blocks, self._gradient)
+            self.notes.norms = KnownNorms(self._norms_of_blocks, self._gradient)
         self.arriving = None
         self.is_lent = False
         return read
@@ -273,7 +273,7 @@ class Lane(ReducedGradient):
             gradient.copy_(segment, non_blocking=True)
             total = segment
         if self.offloaded:
-            self.known_norms = KnownNorms(norms_of([total.to(gradient.dtype)])[0], gradient)
+            self.notes.norms = KnownNorms(norms_of([total.to(gradient.dtype)])[0], gradient)
         self.accumulated = True
         return read
 
@@ -373,7 +373,7 @@ class Lane(ReducedGradient):
         self._dropped.clear()
 
     def _forget_all(self) -> None:
-        self.accumulated, self.spent_norm, self.late.divisor = False, None, None
+        self.accumulated, self.spent_norm, self.notes.divisor = False, None, None
         self._dropped = set()
         if not self.placement.whole:
             self._gradient = None
@@ -398,7 +398,7 @@ class Lane(ReducedGradient):
     def local_gradient_rows(self, position: int) -> torch.Tensor:
         """Return this rank's rows of a reduced gradient, a view. Raises `RuntimeError` before it is reduced."""
         self._refuse_spent(position)
-        self.is_seen()
+        self.notes.is_seen()
         if not self.rows(position).rows:
             return self.rows_view(self.master, position)  # no element, of the right shape
         if self.gradient is None:

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ourshard.runtime.gradient_notes import GradientNotes
 from ourshard.runtime.handle import GET_GRAD
 from ourshard.runtime.lane_direct import DirectGradients
-from ourshard.runtime.late import LateDivision
 from ourshard.runtime.ledger import Kind
-from ourshard.runtime.norms import KnownNorms
 from ourshard.runtime.peer import BLOCK
 
 if TYPE_CHECKING:
@@ -30,8 +29,7 @@ class ReducedGradient(DirectGradients):
         self._gradient_nbytes = 0  # as the ledger has them
         self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
-        self.late = LateDivision(cast("Lane", self))
-        self.known_norms: KnownNorms | None = None  # of `gradient`
+        self.notes = GradientNotes(cast("Lane", self))
         self._norms_of_blocks: torch.Tensor | None = None  # what peers' reductions leave; taken once
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
 
@@ -44,7 +42,7 @@ class ReducedGradient(DirectGradients):
         """
         if self._gradient is not None and self.stepping is not None:
             self.await_step()
-        if self.late.divisor is not None:
+        if self.notes.divisor is not None:
             self.divide_now()
         return self._as_it_is()
 
@@ -72,36 +70,30 @@ class ReducedGradient(DirectGradients):
             )
         return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (self.master.numel(),), (1,))
 
-    def is_seen(self) -> None:
-        """Note that someone is about to read the gradient, and may write to it."""
-        self.known_norms = None
-        if self.late.divisor is not None:
-            self.divide_now()
-
     def divide_now(self) -> None:
-        """Do what waits for the step: Note [Late division] in late.py."""
+        """Do what waits for the step: Note [Late division] in gradient_notes.py."""
         gradient = self._as_it_is()
         if gradient is not None:
-            self.late.apply(gradient)
+            self.notes.apply(gradient)
 
     def take_divisor(self) -> torch.Tensor | None:
-        """Return what the step is to divide `gradient` by, if anything: Note [Late division] in late.py."""
+        """Return what the step is to divide `gradient` by, if anything: Note [Late division] in gradient_notes.py."""
         gradient = self._as_it_is()
-        divisor = None if gradient is None else self.late.take(gradient)
+        divisor = None if gradient is None else self.notes.take(gradient)
         if divisor is not None:
-            self.known_norms = None
+            self.notes.norms = None
         return divisor
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Take a flat reduced gradient, which a replayed backward has filled, for the lane's own."""
         self._gradient = gradient
-        self.known_norms = None
+        self.notes.norms = None
         self.accumulated = True
         self._hold_gradient(gradient.nbytes)
 
     def norms_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Return norms whose norm is that of `gradient`, where they are known: Note [Known norms] in norms.py."""
-        known = self.known_norms
+        known = self.notes.norms
         return known.norms if known is not None and known.are_of(gradient) else None
 
     def make_norms(self) -> None:
@@ -118,7 +110,7 @@ class ReducedGradient(DirectGradients):
             gradient = self._make_gradient()
             self.accumulated = False
         self._gradient = gradient
-        self.known_norms = None
+        self.notes.norms = None
         return gradient, not self.accumulated
 
     def _make_gradient(self) -> torch.Tensor:

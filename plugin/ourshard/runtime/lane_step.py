@@ -9,8 +9,8 @@ up while the CPU steps the next. This happens after all hooks that run before a 
 it; for the step that then follows, which is to find nothing to do, the gradients are hidden. Group dicts,
 hyper-parameters, states and step counters are those of the user's optimizer all the time.
 
-Gradients on the device that are still to be divided (Note [Late division] in late.py) are stepped so too, all lanes at
-once; those that are not to be are left to the step that follows.
+Gradients on the device that are still to be divided (Note [Late division] in gradient_notes.py) are stepped so too, all
+lanes at once; those that are not to be are left to the step that follows.
 
 With `offload.overlap_step` a thread does it while the next forward begins: Note [Overlapped steps] in behind.py.
 
@@ -82,7 +82,7 @@ class StepApart:
 
 
 class StepDividing(StepApart):
-    """A step whose `lanes`, on the device, wait for one division: Note [Late division] in late.py."""
+    """A step whose `lanes`, on the device, wait for one division: Note [Late division] in gradient_notes.py."""
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -161,9 +161,9 @@ def dividing_apart(optimizer: Optimizer, lanes: Iterable[Lane], has_closure: boo
 
     A loss scaler may skip the step, and gradients are then to be what clipping has made of them.
     """
-    waiting = [lane for lane in lanes if lane.late.divisor is not None]
+    waiting = [lane for lane in lanes if lane.notes.divisor is not None]
     scaled = any(getattr(optimizer, key, None) is not None for key in ("grad_scale", "found_inf"))
-    one = len({id(lane.late.divisor) for lane in waiting}) == 1 and not any(lane.offloaded for lane in waiting)
+    one = len({id(lane.notes.divisor) for lane in waiting}) == 1 and not any(lane.offloaded for lane in waiting)
     if one and not (has_closure or scaled):
         return StepDividing(optimizer, waiting)
     divide_now(waiting)
@@ -173,7 +173,7 @@ def dividing_apart(optimizer: Optimizer, lanes: Iterable[Lane], has_closure: boo
 def divide_now(lanes: Iterable[Lane]) -> None:
     """Do what waits for a step, in lanes that are to be read, or stepped in another way: Note [Late division]."""
     for lane in lanes:
-        if lane.late.divisor is not None:
+        if lane.notes.divisor is not None:
             lane.divide_now()
 
 

@@ -258,7 +258,7 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
         if not set_to_none:
             _await_steps(found)
             for lane in {run.lane for run in _runs_of(found)}:
-                lane.late.forget()  # this optimizer has all of its gradient, which is zero now
+                lane.notes.forget()  # this optimizer has all of its gradient, which is zero now
         type(found).zero_grad(found, set_to_none)
         for run in _runs_of(found):
             if set_to_none:
@@ -450,7 +450,7 @@ def show_gradients(optimizer: Optimizer) -> None:
     lanes = {run.lane for run in _runs_of(optimizer)}
     divide_now(lanes)
     for lane in lanes:
-        lane.known_norms = None
+        lane.notes.norms = None
 
 
 def has_owners(optimizer: Optimizer) -> bool:

@@ -15,7 +15,6 @@ optimizer's own, as scales of blocks, can't be cut: such a step is refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -28,31 +27,31 @@ from ourshard.runtime.states import refuse_to_cut
 from ourshard.runtime.wording import shorten
 
 if TYPE_CHECKING:
+    from ourshard.runtime.gradient_notes import GradientNotes
     from ourshard.runtime.lane import Lane
 
 
 class FlatParameter(nn.Parameter):
     """What an optimizer has of a run: whoever asks for its gradient finds it as users left it, and may write to it.
 
-    So what waits for the step is done first (Note [Late division] in late.py), and what is known of the gradient is
-    forgotten (Note [Known norms] in norms.py). Copies are plain parameters.
+    So what waits for the step is done first (Note [Late division] in gradient_notes.py), and what is known of the
+    gradient is forgotten (Note [Known norms] in norms.py). Copies are plain parameters.
     """
 
-    lane: Callable[[], Lane | None] = staticmethod(lambda: None)
+    notes: GradientNotes | None = None
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        lane = self.lane()
-        if lane is not None:
-            lane.is_seen()
+        notes = self.notes
+        if notes is not None and (notes.norms is not None or notes.divisor is not None):
+            notes.is_seen()
         found: torch.Tensor | None = GET_GRAD(self)
         return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        lane = self.lane()
-        if lane is not None and value is not None:
-            lane.is_seen()
+        if self.notes is not None and value is not None:
+            self.notes.is_seen()
         SET_GRAD(self, value)
 
     @grad.deleter
@@ -101,7 +100,7 @@ class Run:
         self.is_every = len(positions) == len(lane.parameters)
         self.is_all = self.stop - self.start == lane.master.numel()  # that this rank has of the lane
         self.parameter = FlatParameter(torch.zeros(1, device=lane.master.device, dtype=lane.store_dtype))
-        self.parameter.lane = weakref.ref(lane)
+        self.parameter.notes = lane.notes
         if held:
             self.parameter.data = lane.master[self.start : self.stop]
         self.owner: int | None = None  # the rank of `lane.spread` that steps it whole: Note [Owners] in owners.py

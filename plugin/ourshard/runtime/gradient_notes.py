@@ -15,29 +15,40 @@ it ends the step with an error, as nobody can tell what was meant.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
 from ourshard.runtime.fused import divides_as_it_steps
+from ourshard.runtime.norms import KnownNorms
 
 if TYPE_CHECKING:
     from ourshard.runtime.lane import Lane
 
 
-class LateDivision:
-    """What the gradient of one lane is still to be divided by: Note [Late division]."""
+class GradientNotes:
+    """What the gradient of one lane is still to be divided by, and what is known of it, until someone looks at it."""
 
-    __slots__ = ("_lane", "_version", "divisor")
+    __slots__ = ("_lane", "_version", "divisor", "norms")
 
     def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._version = 0  # of the gradient when it was asked for
-        self.divisor: torch.Tensor | None = None  # a scalar on the host
+        self._lane = weakref.ref(lane)  # flat parameters, which optimizers keep alive, have the notes
+        self._version = 0  # of the gradient when it was asked to be divided
+        self.divisor: torch.Tensor | None = None  # a scalar where the gradient is: Note [Late division]
+        self.norms: KnownNorms | None = None  # Note [Known norms] in norms.py
+
+    def is_seen(self) -> None:
+        """Note that someone is about to read the gradient, and may write to it."""
+        self.norms = None
+        lane = self._lane()
+        if self.divisor is not None and lane is not None:
+            lane.divide_now()
 
     def ask(self, gradient: torch.Tensor, divisor: torch.Tensor) -> bool:
         """Note that `gradient` is to be divided; False where it is not one optimizer that steps all of it so."""
-        lane = self._lane
+        lane = self._lane()
+        assert lane is not None
         if not lane.offloaded and not all(divides_as_it_steps(run.optimizer(), run.group) for run in lane.runs):
             return False
         if not (len(lane.runs) == 1 and lane.runs[0].is_every):
@@ -58,8 +69,10 @@ class LateDivision:
         """Return the divisor to whoever divides by it now. Raises `RuntimeError` if someone wrote to the gradient."""
         divisor, self.divisor = self.divisor, None
         if divisor is not None and gradient._version != self._version:
+            lane = self._lane()
+            assert lane is not None
             raise RuntimeError(
-                f"The gradient of {self._lane.name_of(0)!r} was changed between clipping and the step, through a "
+                f"The gradient of {lane.name_of(0)!r} was changed between clipping and the step, through a "
                 "tensor that was taken before clipping, which still waits for the step. Change gradients before "
                 "clipping, or ask for `grad` again: of the model's parameters, or of those in the optimizer's groups."
             )
