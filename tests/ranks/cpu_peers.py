@@ -56,6 +56,11 @@ def add_parts(  # what the kernel computes
     norms[: len(blocks)] = torch.linalg.vector_norm(blocks, dim=1)
 
 
+def copy_twice(source: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    first.copy_(source)
+    second.copy_(source)
+
+
 def _make(engine: Any) -> Any:
     from ourshard.runtime import peer
 
@@ -68,11 +73,12 @@ def _make(engine: Any) -> Any:
 
 @contextlib.contextmanager
 def peers_on_cpu() -> Iterator[Any]:
-    """Let models that are sharded in here gather and reduce by peer copies; yields the module of kernels, a mock."""
+    """Let models that are sharded in here gather and reduce by peer copies; yields the kernels, as mocks."""
     from ourshard.runtime import build
     from torch.distributed import _symmetric_memory as symmetric
 
     kernels = mock.Mock(ModuleType(KERNELS), add_parts=mock.Mock(wraps=add_parts))
+    kernels.copy_twice = mock.Mock(wraps=copy_twice)
     with (
         mock.patch.object(symmetric, "empty", lambda *size, dtype, device: torch.empty(*size, dtype=dtype)),
         mock.patch.object(symmetric, "rendezvous", _rendezvous),

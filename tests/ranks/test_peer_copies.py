@@ -37,11 +37,10 @@ TASK = llama_task(optimizer=adamw, clip=0.05, accumulate=2, steps=3)
 
 
 def train_by_peers(configs: Configs) -> dict[str, Result]:
-    from ourshard.runtime import buffer
-
-    with peers_on_cpu() as kernels, mock.patch.object(buffer, "LARGE", 4000):  # bytes: some are above it
+    with peers_on_cpu() as kernels:
         results = train_all(TASK, configs)
     assert kernels.add_parts.called
+    assert kernels.copy_twice.called
     return results
 
 
@@ -107,15 +106,23 @@ def test_bf16_differs_by_no_more_than_where_sums_are_rounded(ranks):
 
 
 def counted() -> None:
-    """Count the elements that clipping reads and writes."""
+    """Count, in one step, the kernels of peers, and the elements that clipping reads and writes."""
     from ourshard import clip_grad_norm_, engine_of, shard_model
     from ourshard.runtime import clip
 
-    with peers_on_cpu():
-        model = shard_model(toy(), PLAIN["stage 3"])
+    with peers_on_cpu() as kernels:
+        model = shard_model(toy(), {**PLAIN["stage 3"], "ledger": True})
         optimizer = adamw(model.parameters())
         for number in range(2):
+            kernels.copy_twice.reset_mock()
+            before = sum(engine_of(model).ledger.gathers.values())
             square_loss(model, part(joined(number))).backward()
+            gathers = sum(engine_of(model).ledger.gathers.values()) - before
+            sharded = [
+                len([lane for lane in unit.lanes if not lane.placement.whole]) for unit in engine_of(model).units
+            ]
+            assert set(sharded) == {1}
+            assert kernels.copy_twice.call_count == gathers  # no copy beside it
             with (
                 mock.patch.object(clip, "norms_of", wraps=clip.norms_of) as norms_of,
                 mock.patch.object(torch, "_foreach_div_", wraps=torch._foreach_div_) as divide,
@@ -128,7 +135,7 @@ def counted() -> None:
             optimizer.zero_grad()
 
 
-def test_clipping_neither_reads_nor_writes_gradients(ranks):
+def test_a_step_reads_masters_once_a_gather_and_clipping_reads_no_gradient(ranks):
     ranks(2)(counted)
 
 

@@ -1,4 +1,4 @@
-"""The kernel of peer copies does what its stand-in of `cpu_peers.py` computes in torch.
+"""The kernels beside peer copies do what the stand-ins of `cpu_peers.py` compute in torch.
 
 On a CUDA device, and without one in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/unit/test_peer_kernels.py`.
 """
@@ -55,3 +55,17 @@ def test_norms_tell_what_is_not_finite(device):
     assert norms[0] == torch.inf
     assert norms[1].isnan()
     assert norms[2].isfinite()
+
+
+@pytest.mark.parametrize("source", [*DTYPES, torch.float64, torch.uint8])
+@pytest.mark.parametrize("target", [*DTYPES, torch.uint8])
+def test_a_copy_in_two_places_has_the_bits_of_torch(source, target, device):
+    from ourshard.runtime import peer
+
+    if torch.uint8 in (source, target) and source != target:
+        pytest.skip("lanes of bytes are copied as they are")
+    values = (numbers(5000, torch.float32, device) * 50).to(source)
+    first, second = (torch.zeros(5000, dtype=target, device=device) for _ in range(2))
+    peer.copy_twice(values, first, second)
+    assert torch.equal(first, values.to(target))
+    assert torch.equal(second, first)

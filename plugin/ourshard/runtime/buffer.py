@@ -17,42 +17,15 @@ for something that stays: `give_back_unused`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ourshard.runtime.ledger import Kind, Ledger
-
-LARGE = 4 * 2**20  # bytes that a copy engine moves in as long as the host takes to ask for it, or longer
 
 
 def give_back_unused(device: torch.device) -> None:
     """Return cached blocks to the card, before something that stays takes memory: Note [One pool]."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of `sources` to the target at its place.
-
-    Small ones by one kernel, which spares the host calls; a large one by itself, for which a GPU has copy engines
-    that leave its multiprocessors to the model.
-    """
-    large = False
-    for source in sources:  # on the host a generator's turns count
-        large = large or source.nbytes >= LARGE
-    if not large:
-        torch._foreach_copy_(targets, sources)
-        return
-    small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for target, source in zip(targets, sources, strict=True):
-        if source.nbytes >= LARGE and source.dtype == target.dtype:
-            target.copy_(source)
-        else:
-            small[0].append(target)
-            small[1].append(source)
-    if small[0]:
-        torch._foreach_copy_(*small)
 
 
 class Slot:

@@ -109,14 +109,30 @@ class Collectives:
         self.ledger = ledger
         self.peer: PeerCopies | None = None  # set by the engine, where copy engines can do it
 
-    def fill_slot(self, whole: torch.Tensor, segment: torch.Tensor, axis: Axis, label: str) -> None:
-        """All-gather a slot on the gather stream; by peer copies where there are any, and they hold it."""
-        if self.peer is None or axis.name != self.peer.axis.name or not self.peer.can_gather(segment):
+    def fill_slot(
+        self,
+        whole: torch.Tensor,
+        segment: torch.Tensor,
+        axis: Axis,
+        label: str,
+        source: torch.Tensor | None = None,
+    ) -> None:
+        """All-gather a slot on the gather stream; by peer copies where there are any, and they hold it.
+
+        `source`: what the segment is to hold, any dtype, where it does not yet.
+        """
+        peer = self.peer
+        if peer is not None and (axis.name != peer.axis.name or not peer.can_gather(segment)):
+            peer = None
+        if source is not None and (peer is None or source.device != segment.device):
+            segment.copy_(source, non_blocking=True)
+            source = None
+        if peer is None:
             self.all_gather(whole, segment, axis, label)
             return
         if self.ledger is not None:
             self._count_others("all_gather", axis, whole.nbytes)
-        self.peer.gather(whole, segment)
+        peer.gather(whole, segment, source)
 
     def peer_reduce(self, pieces: list[Reduction], label: str) -> None:
         """Reduce pieces of the peers' arena, on the reduce stream; see `PeerCopies.reduce`."""

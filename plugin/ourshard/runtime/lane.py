@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ourshard.runtime.buffer import copy_all
 from ourshard.runtime.divided import WaitingSum
 from ourshard.runtime.handle import GET_GRAD, ShardGradient, gradient_handle
 from ourshard.runtime.inventory import Parameter
@@ -121,7 +120,7 @@ class Lane(ReducedGradient):
         if self.fresh and gaps:
             torch._foreach_zero_(gaps)
         if views:
-            (copy_all if self.fresh else torch._foreach_add_)(views, grads)
+            (torch._foreach_copy_ if self.fresh else torch._foreach_add_)(views, grads)
         return grads
 
     def _make_arriving(self, reduce_next: bool) -> torch.Tensor:

@@ -42,15 +42,17 @@ class LaneFill(LaneStore):
         if self.placement.whole:
             self.full.tensor.copy_(self.master)
             return
-        self._fill_segment(stale)
+        source = self._prepare_segment(stale)
         self.shows_coded = coded
         if self.codec is not None and coded:
+            if source is not None:
+                self.segment.copy_(source, non_blocking=True)
             gather_coded(self.unit.engine, self.codec, self.full.tensor, self.segment, self.unit.label)
             return
-        self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label)
+        self.unit.engine.collectives.fill_slot(self.full.tensor, self.segment, self.axis, self.unit.label, source)
 
-    def _fill_segment(self, stale: bool) -> None:
-        """Bring this rank's part of the whole parameters into `full`, if it is not there."""
+    def _prepare_segment(self, stale: bool) -> torch.Tensor | None:
+        """Return what is to come into this rank's part of `full`, any dtype; None where it is there."""
         if self.stepping is not None:
             self.await_step()
         sent, self.sent = self.sent, False
@@ -59,17 +61,19 @@ class LaneFill(LaneStore):
                 self.check_disk()
             if self.shard is not None and self._shard_tier is Tier.CPU and not self.divided:
                 self._fill_on_the_way_down()
-                return
+                return None
+            if self.placement.params is At.WHOLE and not self.divided:
+                return None if self.aliased else self._above(self.master)
             if self.shard is not None or self.placement.params is At.WHOLE:
                 self.send_up()
         if stale and self.divided:
             self._join_parts()
         if self.passes_disk:
             self._fetch()
-        elif self.shard is not None:
-            self.segment.copy_(self.shard, non_blocking=True)
-        elif self.placement.params is At.SHARD:
-            self.segment.copy_(self._above(self._master) if self.offloaded else self._master)
+            return None
+        if self.shard is not None:
+            return self.shard
+        return self._above(self._master) if self.placement.params is At.SHARD else None
 
     def send_up(self, master: torch.Tensor | None = None) -> None:
         """Cast a master that changed into what rests between gathers, if anything does; on the current stream.

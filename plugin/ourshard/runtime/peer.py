@@ -7,13 +7,11 @@ NCCL's kernels take multiprocessors from the model: beside an all-gather a bf16 
 
 * gather: each rank puts its segment into a staging buffer that its peers can map, all meet at a barrier on the
   gather stream, and each pulls the segments of the others into its own slot. Two staging buffers take turns: when one
-  is written again, its rank has passed the barrier of the gather in between, so every peer has done its pulls.
+  is written again, its rank has passed the barrier of the gather in between, so every peer has done its pulls. One
+  kernel casts a master to both places: what such kernels move delays the first kernels of the unit that computes.
 * reduce: whole gradients are collected in a buffer that peers can map (the arena), all meet, each pulls its part from
   the others, all meet again, and one kernel adds the parts in fp32, scales and accumulates. It leaves the norm of
   each block of the sum, so that clipping need not read the gradients again: Note [Known norms] in norms.py.
-
-Copies within a GPU go by its copy engines too, where both sides are contiguous and of one dtype; what kernels move
-beside the model delays the model's next kernel by as much (H200). So large gradients are copied one by one.
 
 The arena holds one unit; it is filled and read on the reduce stream, so units follow each other without a wait on the
 compute stream. Lanes that do not fit (large embeddings and heads) are reduced in pieces, and gathered through NCCL. All
@@ -39,14 +37,14 @@ if TYPE_CHECKING:
 _ALIGN = 512  # bytes between pieces of a shared buffer
 PIECE_NBYTES = 32 * 2**20  # least size of the arena where larger lanes go through it in pieces
 BLOCK = 2048  # elements that an instance of a kernel has, each block with a norm of its own
+_CAST = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel casts between
 _GATHER, _REDUCE = 0, 1  # barrier channels: the two streams meet independently
 
 
 class _Gather(NamedTuple):
-    """The views that gather one slot: what it is, this rank's part, and for each turn the stage and (to, from)."""
+    """The views that gather one slot: what it is, and for each turn the stage, in its dtype, and bytes (to, from)."""
 
     whole: torch.Tensor
-    segment: torch.Tensor
     turns: list[tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]]
 
 
@@ -91,17 +89,23 @@ class PeerCopies:
     def can_gather(self, segment: torch.Tensor) -> bool:
         return segment.nbytes <= self._staging_nbytes
 
-    def gather(self, whole: torch.Tensor, segment: torch.Tensor) -> None:
-        """Fill `whole` with every rank's `segment`, which is this rank's part of it. On the gather stream."""
+    def gather(self, whole: torch.Tensor, segment: torch.Tensor, source: torch.Tensor | None = None) -> None:
+        """Fill `whole` with every rank's `segment`, which is this rank's part of it. On the gather stream.
+
+        `source`: what the segment is to hold, any dtype, on the device; None where it is there.
+        """
         plan = self._gathers.get(id(whole))
         if plan is None or plan.whole is not whole:
             plan = self._gathers[id(whole)] = self._plan_gather(whole, segment)
         staged, pulls = plan.turns[self._turn]
         self._turn ^= 1
-        staged.copy_(plan.segment)
+        if source is None:
+            staged.copy_(segment)
+        else:
+            copy_twice(source, segment, staged)
         self._handle.barrier(channel=_GATHER)
-        for target, source in pulls:
-            target.copy_(source)
+        for target, there in pulls:
+            target.copy_(there)
 
     def _plan_gather(self, whole: torch.Tensor, segment: torch.Tensor) -> _Gather:
         nbytes, target = segment.nbytes, whole.view(torch.uint8)
@@ -111,8 +115,8 @@ class PeerCopies:
                 (target[peer * nbytes : (peer + 1) * nbytes], buffer[start : start + nbytes])
                 for peer, buffer in self._peers
             ]
-            turns.append((self._shared[start : start + nbytes], pulls))
-        return _Gather(whole, segment.view(torch.uint8), turns)
+            turns.append((self._shared[start : start + nbytes].view(segment.dtype), pulls))
+        return _Gather(whole, turns)
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a piece of the arena for whole gradients, or None if it does not fit.
@@ -138,8 +142,8 @@ class PeerCopies:
         if pulls is None:
             pulls = self._pulls[lent] = self._plan_pulls([piece.whole for piece in pieces])
         for pull in pulls:
-            for target, source in pull.copies:
-                target.copy_(source)
+            for target, there in pull.copies:
+                target.copy_(there)
         for piece, pull in zip(pieces, pulls, strict=True):
             add_parts(piece.out, piece.norms, pull.own, pull.parts, self._divisor, add=piece.add)
         self._handle.barrier(channel=_REDUCE)
@@ -174,8 +178,7 @@ class PeerCopies:
             part = parts[:, start : start + step]
             piece = self.lend(part.numel(), whole.dtype)
             assert piece is not None
-            for target, source in zip(piece.view(part.shape), part, strict=True):  # each contiguous
-                target.copy_(source)
+            piece.view(part.shape).copy_(part)
             norms = lane.norms[start // BLOCK :]
             self.reduce([Reduction(piece, out[start : start + step], norms, lane.add)])
 
@@ -209,6 +212,17 @@ def add_parts(
     from ourshard.runtime.peer_kernels import add_parts as kernel
 
     kernel(out, norms, own, pulled, divisor, add=add)
+
+
+def copy_twice(source: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Copy `source` (n,) to `first` and `second`, which have one dtype; read once where a kernel casts so."""
+    if source.dtype not in _CAST or first.dtype not in _CAST:
+        first.copy_(source)
+        second.copy_(first)
+        return
+    from ourshard.runtime.peer_kernels import copy_twice as kernel
+
+    kernel(source, first, second)
 
 
 def make_peer_copies(engine: Engine) -> PeerCopies | str:

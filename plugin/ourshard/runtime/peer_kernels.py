@@ -1,4 +1,4 @@
-"""The kernel that adds pulled gradient parts: one pass, fp32 sums, and the norms of what it leaves."""
+"""The kernels beside peer copies, each one pass: parts of gradients are added up, masters cast to where they go."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ def _add_parts(out, norms, own, pulled, numel, scale, PARTS: tl.constexpr, ADD: 
     tl.store(norms + tl.program_id(0), tl.sqrt_rn(tl.sum(value * value)))
 
 
+@triton.jit
+def _copy_twice(source, first, second, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < numel
+    value = tl.load(source + place, mask=inside).to(first.dtype.element_ty)
+    tl.store(first + place, value, mask=inside)
+    tl.store(second + place, value, mask=inside)
+
+
 def add_parts(
     out: torch.Tensor, norms: torch.Tensor, own: torch.Tensor, pulled: torch.Tensor, divisor: int, *, add: bool
 ) -> None:
@@ -33,3 +42,9 @@ def add_parts(
     grid = (triton.cdiv(numel, BLOCK),)
     parts = pulled.numel() // numel
     _add_parts[grid](out, norms, own, pulled, numel, 1.0 / divisor, PARTS=parts, ADD=add, BLOCK=BLOCK)
+
+
+def copy_twice(source: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Do what `peer.copy_twice` says."""
+    numel = source.numel()
+    _copy_twice[(triton.cdiv(numel, BLOCK),)](source, first, second, numel, BLOCK=BLOCK)
