@@ -53,9 +53,9 @@ class Hardware:
     disk_rate: float = 3.0 * GB  # of a node's disk; assumed, `--disk` says better
     host_memory: int | None = None  # bytes of a node that its ranks may take together; None: nobody said
     # Of one rank's host memory in an optimizer's step, read and written, with 16 threads beside an H200. With this rate
-    # the measured steps are -15% to +14% off: two ranks with 0.6e9 elements each, with and without the next forward
+    # the measured steps are -15% to +15% off: two ranks with 0.6e9 elements each, with and without the next forward
     # beside (runs 14 and 18), one with 1.2e9 beside its forward (15 and 20), one with 5.6e9 and nothing beside (15).
-    host_rate: float = 74.5 * GB
+    host_rate: float = 75.0 * GB
     host_link_rate: float = 32.0 * GB  # between a GPU and its host, in one direction
     # What was reached of the rates above, worst and best: Note [Reached].
     matmul_reach: Span = (0.68, 0.78)

@@ -106,6 +106,7 @@ class _Clocks:
     starved: float = 0.0
     sent: float = 0.0
     dragging: float = 0.0  # seconds of NCCL's kernels that compute has not been slowed for
+    moving: float = 0.0  # seconds of kernels that move memory beside compute, which it has not been delayed by
     _visits: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def play(self, moves: Sequence[Move]) -> None:
@@ -164,7 +165,7 @@ class _Clocks:
     def _gather(self, move: Move) -> None:
         if move.behind_nbytes:  # the host waits for the unit's step: Note [Overlapped steps] in runtime/behind.py
             self.host = max(self.host, self.begun + self._host_seconds(move.behind_nbytes))
-        cast = copy_seconds(move.nbytes, self.hardware, self.reach)
+        cast = self._beside(move.nbytes)
         self.gathered[move.unit] = self._send(self._read(move.disk_nbytes) + cast, move.collectives)
 
     def _host_seconds(self, nbytes: int) -> float:
@@ -180,7 +181,13 @@ class _Clocks:
 
     def _reduce(self, move: Move) -> None:
         end = self._send(self._issue(), move.collectives)
-        self.reduced.append(end + copy_seconds(move.nbytes, self.hardware, self.reach))
+        self.reduced.append(end + self._beside(move.nbytes))
+
+    def _beside(self, nbytes: int) -> float:
+        """Return what kernels take that move memory on another stream than the model's."""
+        seconds = copy_seconds(nbytes, self.hardware, self.reach)
+        self.moving += seconds
+        return seconds
 
     def _use(self, move: Move) -> None:
         self._wait(self.gathered.pop(move.unit, 0.0))
@@ -190,7 +197,9 @@ class _Clocks:
         device, host = self._visit_seconds(move.visit)
         slowed = min(self.dragging, device)
         self.dragging -= slowed
-        device += slowed * self.hardware.nccl_drag
+        delayed = min(self.moving, device)
+        self.moving -= delayed
+        device += slowed * self.hardware.nccl_drag + delayed
         if move.visit.awaits:
             self._wait(self.copied)
         begin = max(self.compute, self.host)
@@ -225,7 +234,7 @@ class _Clocks:
             self.host += self.reach.of(self.hardware.agreement)
         self._wait(max(self.reduced, default=0.0))
         self.reduced.clear()
-        self.dragging = 0.0  # what is over slows nothing
+        self.dragging = self.moving = 0.0  # what is over slows nothing
 
     def _step(self, move: Move) -> None:
         device = copy_seconds(int(move.nbytes * self.optimizer.moved), self.hardware, self.reach)
