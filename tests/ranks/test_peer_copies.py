@@ -226,6 +226,33 @@ def test_a_step_that_divides_has_the_bits_of_clipping_before_it_and_hides_nothin
     ranks(2)(both_looks)
 
 
+def failing(config: dict[str, Any]) -> None:
+    """Clip, fail in a step, mend what was wrong, and step again: as if the step had not failed."""
+    from ourshard import clip_grad_norm_, full_state_dict, shard_model
+
+    states = []
+    for fails in (False, True):
+        model = shard_model(toy(), config)
+        optimizer = adamw(model.parameters())
+        for number in range(2):
+            square_loss(model, part(joined(number))).backward()
+            clip_grad_norm_(model, 1e-3)
+            if fails and number:
+                betas, optimizer.param_groups[0]["betas"] = optimizer.param_groups[0]["betas"], None
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                optimizer.param_groups[0]["betas"] = betas
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(full_state_dict(model))
+    assert difference(*states) == 0.0
+
+
+@pytest.mark.parametrize("name", ["stage 3", "host"])
+def test_a_step_that_fails_leaves_clipping_to_the_next(ranks, name):
+    ranks(2)(failing, PLAIN[name])
+
+
 def copied() -> None:
     """Copy and pickle an optimizer of flat parameters: copies are plain."""
     import copy

@@ -56,8 +56,12 @@ class GradientNotes:
             whole = all(position in stepped for position, valid in enumerate(lane.valid) if valid)
             if not whole or len({id(run.optimizer()) for run in lane.runs}) != 1:
                 return False
-        self.divisor, self._version = divisor, gradient._version
+        self.wait(gradient, divisor)
         return True
+
+    def wait(self, gradient: torch.Tensor, divisor: torch.Tensor) -> None:
+        """Note that `gradient` is to be divided."""
+        self.divisor, self._version = divisor, gradient._version
 
     def apply(self, gradient: torch.Tensor) -> None:
         """Divide now what waits."""

@@ -84,6 +84,12 @@ class ReducedGradient(DirectGradients):
             self.notes.norms = None
         return divisor
 
+    def wait_for(self, divisor: torch.Tensor) -> None:
+        """Let the gradient wait again for a division whose step has failed."""
+        gradient = self._as_it_is()
+        if gradient is not None:
+            self.notes.wait(gradient, divisor)
+
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Take a flat reduced gradient, which a replayed backward has filled, for the lane's own."""
         self._gradient = gradient

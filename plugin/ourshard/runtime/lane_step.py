@@ -181,16 +181,24 @@ def divide_now(lanes: Iterable[Lane]) -> None:
 def _dividing(optimizer: Optimizer, lanes: Sequence[Lane]) -> Iterator[None]:
     """Let a step, whose groups show `lanes` alone, divide their gradients where that waits: Note [Late division].
 
-    Where there are several, all wait for the same division.
+    Where there are several, all wait for the same division. Where the step fails, those that it has not stepped do so
+    again.
     """
     divisor, *_ = [lane.take_divisor() for lane in lanes]
     if divisor is None:
         yield
         return
     before = {key: value for key, value in vars(optimizer).items() if key == "grad_scale"}  # a loss scaler's
+    versions = [[run.parameter._version for run in lane.runs] for lane in lanes]
     divide_in_step(optimizer, divisor)
+    by_kernel = "grad_scale" in vars(optimizer)
     try:
         yield
+    except BaseException:
+        for lane, known in zip(lanes, versions, strict=True):
+            if by_kernel and known == [run.parameter._version for run in lane.runs]:
+                lane.wait_for(divisor)
+        raise
     finally:
         vars(optimizer).pop("grad_scale", None)
         vars(optimizer).update(before)
