@@ -10,13 +10,12 @@ import torch
 
 from tests.ranks.cpu_peers import peers_on_cpu
 from tests.ranks.nets import square_loss, toy
-from tests.ranks.pairs import joined, pair, part
+from tests.ranks.pairs import joined, part
 from tests.ranks.training import (
     Configs,
     Result,
     adamw,
     assert_same,
-    assert_same_bits,
     difference,
     llama_task,
     reference,
@@ -182,90 +181,3 @@ def norms_after(change: str) -> list[float]:
 def test_norms_that_reductions_leave_are_not_used_once_a_gradient_was_seen(ranks, change):
     for found in ranks(2)(norms_after, change):
         assert found == pytest.approx([1.0] * 6, rel=1e-5)
-
-
-def looked_at(looks: bool, scaled: bool = False) -> Result:
-    """Train with clipping; where someone looks at a gradient between clipping and the step, it is divided before it."""
-    from ourshard import clip_grad_norm_, engine_of, full_state_dict, shard_model
-
-    model = shard_model(toy(), PLAIN["stage 3"])
-    optimizer, result = adamw(model.parameters()), Result()
-    lanes = list(engine_of(model).lanes())
-    for number in range(3):
-        loss = square_loss(model, part(joined(number)))
-        loss.backward()
-        result.norms.append(clip_grad_norm_(model, 1e-3).item())
-        waits = [lane.notes.divisor is not None for lane in lanes]
-        assert all(waits) if number else not any(waits)  # the optimizer is adopted at its first step
-        flat = optimizer.param_groups[0]["params"]
-        if looks and number == 1:
-            assert torch.stack([p.grad.norm() for p in flat]).norm() < 2e-3
-        if looks and number == 2:
-            assert sum(p.grad.local.square().sum().item() for p in model.parameters()) ** 0.5 < 2e-3
-        if scaled:
-            optimizer.found_inf = torch.zeros(())
-        with mock.patch.object(torch, "_foreach_div_", side_effect=AssertionError("a pass of its own")):
-            optimizer.step()
-        assert not hasattr(optimizer, "grad_scale")
-        assert not any(lane.notes.divisor is not None for lane in lanes)
-        after = torch.stack([p.grad.norm() for p in flat]).norm()
-        assert after < 2e-3  # as clipping has made them
-        optimizer.zero_grad()
-        result.losses.append(loss.item())
-    result.state = full_state_dict(model)
-    return result
-
-
-def both_looks() -> None:
-    wanted = looked_at(True)
-    for found in (looked_at(False), looked_at(False, scaled=True)):
-        assert_same_bits(found, wanted)
-
-
-def test_a_step_that_divides_has_the_bits_of_clipping_before_it_and_hides_nothing(ranks):
-    ranks(2)(both_looks)
-
-
-def failing(config: dict[str, Any]) -> None:
-    """Clip, fail in a step, mend what was wrong, and step again: as if the step had not failed."""
-    from ourshard import clip_grad_norm_, full_state_dict, shard_model
-
-    states = []
-    for fails in (False, True):
-        model = shard_model(toy(), config)
-        optimizer = adamw(model.parameters())
-        for number in range(2):
-            square_loss(model, part(joined(number))).backward()
-            clip_grad_norm_(model, 1e-3)
-            if fails and number:
-                betas, optimizer.param_groups[0]["betas"] = optimizer.param_groups[0]["betas"], None
-                with pytest.raises(TypeError):
-                    optimizer.step()
-                optimizer.param_groups[0]["betas"] = betas
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(full_state_dict(model))
-    assert difference(*states) == 0.0
-
-
-@pytest.mark.parametrize("name", ["stage 3", "host"])
-def test_a_step_that_fails_leaves_clipping_to_the_next(ranks, name):
-    ranks(2)(failing, PLAIN[name])
-
-
-def copied() -> None:
-    """Copy and pickle an optimizer of flat parameters: copies are plain."""
-    import copy
-    import pickle
-
-    both = pair(PLAIN["stage 3"], optimizer=adamw)
-    both.train(1)
-    for twin in (copy.deepcopy(both.optimizer.param_groups), pickle.loads(pickle.dumps(both.optimizer.param_groups))):
-        for group, other in zip(both.optimizer.param_groups, twin, strict=True):
-            for mine, theirs in zip(group["params"], other["params"], strict=True):
-                assert type(theirs) is torch.nn.Parameter
-                assert torch.equal(mine, theirs)
-
-
-def test_parameters_of_an_optimizer_are_copied_as_plain_ones(ranks):
-    ranks(2)(copied)

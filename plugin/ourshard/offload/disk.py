@@ -22,6 +22,7 @@ from ourshard.offload.preflight import check_disk
 from ourshard.offload.windows import Transit, Window
 from ourshard.runtime.disk import DiskNeed, padded
 from ourshard.runtime.engine import Engine
+from ourshard.runtime.handle import GET_GRAD
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.ledger import Kind
 from ourshard.runtime.run import Run
@@ -237,7 +238,7 @@ class ShardDisk:
 
 
 def _has_gradient(optimizer: Optimizer, lane: Lane) -> bool:
-    return any(run.parameter.grad is not None for run in lane.runs if run.optimizer() is optimizer)
+    return any(GET_GRAD(run.parameter) is not None for run in lane.runs if run.optimizer() is optimizer)
 
 
 def open_disk(engine: Engine, need: DiskNeed) -> ShardDisk:

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ourshard.runtime.fused import divide_in_step
+from ourshard.runtime.handle import GET_GRAD
 from ourshard.runtime.states import keep_on_host
 
 if TYPE_CHECKING:
@@ -95,9 +96,10 @@ def _twin(optimizer: Optimizer, lane: Lane) -> Optimizer:
     for group in optimizer.param_groups:
         kept: list[nn.Parameter] = []
         for parameter in group["params"]:
-            if id(parameter) in mine and parameter.grad is not None:
+            gradient = GET_GRAD(parameter) if id(parameter) in mine else None
+            if gradient is not None:
                 stand_in = nn.Parameter(parameter.data)
-                stand_in.grad = parameter.grad
+                stand_in.grad = gradient
                 twin.state[stand_in] = optimizer.state[parameter]
                 kept.append(stand_in)
         twin.param_groups.append({**{key: _as_it_is(value) for key, value in group.items()}, "params": kept})

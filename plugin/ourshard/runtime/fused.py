@@ -31,19 +31,22 @@ def divides_as_it_steps(optimizer: Optimizer | None, group: dict[str, Any]) -> b
     return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and bool(group["fused"])
 
 
-def divide_in_step(optimizer: Optimizer, divisor: torch.Tensor) -> None:
-    """Let the coming step divide the gradients that its groups show, or do it now.
+def divide_in_step(optimizer: Optimizer, divisor: torch.Tensor) -> bool:
+    """Let the coming step divide the gradients that its groups show, or do it now; say whether the step will.
 
     Note [Late division] in gradient_notes.py.
     """
     groups = [group for group in optimizer.param_groups if group["params"]]
     fused = all(divides_as_it_steps(optimizer, group) for group in groups)
-    if fused and divisor.dtype == torch.float32:  # torch's kernels take no other
+    # torch's kernels take no other divisor; of 16 bits they step with more than a division of its own would leave.
+    full = all(p.dtype == torch.float32 for group in groups for p in group["params"])
+    if fused and full and divisor.dtype == torch.float32:
         scale = getattr(optimizer, "grad_scale", None)  # a loss scaler's
         whole = divisor if scale is None else divisor * scale.to(divisor.device)
         optimizer.grad_scale = whole  # type: ignore[attr-defined]
-        return
+        return True
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
+    return False

@@ -4,13 +4,13 @@ Note [Late division]
 --------------------
 A pass over gradients moves 8 bytes an element, where AdamW moves 28. `clip_grad_norm_` therefore only notes by what the
 gradient of a lane is to be divided, where torch's fused Adam steps all of it: it divides as it reads the gradient, for
-which it has `grad_scale`, with the same bits, and writes it back. On the host others find it divided right before
-their step of the lane, which brings it into the caches.
+which it has `grad_scale`, with the same bits in float32, and writes it back. On the host others find it divided right
+before their step of the lane, which brings it into the caches.
 
 Whoever reads or changes the gradient (`parameter.grad` of the model, or of the optimizer's own tensors, another
 clipping, a backward that adds to it, a loss scaler, a hook of the optimizer) finds it divided, since `Lane.gradient`
-and `FlatParameter.grad` do what waits. Left are tensors that were taken before clipping: one that was written to after
-it ends the step with an error, as nobody can tell what was meant.
+and `FlatParameter.grad` do what waits. Left are tensors that were taken before clipping: they show gradients as they
+were, and one that was written to after it ends the step with an error, as nobody can tell what was meant.
 """
 
 from __future__ import annotations
@@ -49,19 +49,17 @@ class GradientNotes:
         """Note that `gradient` is to be divided; False where it is not one optimizer that steps all of it so."""
         lane = self._lane()
         assert lane is not None
-        if not lane.offloaded and not all(divides_as_it_steps(run.optimizer(), run.group) for run in lane.runs):
-            return False
+        if not lane.offloaded:
+            kernels = all(divides_as_it_steps(run.optimizer(), run.group) for run in lane.runs)
+            if not kernels or gradient.dtype != torch.float32:
+                return False
         if not (len(lane.runs) == 1 and lane.runs[0].is_every):
             stepped = {position for run in lane.runs for position in run.positions}
             whole = all(position in stepped for position, valid in enumerate(lane.valid) if valid)
             if not whole or len({id(run.optimizer()) for run in lane.runs}) != 1:
                 return False
-        self.wait(gradient, divisor)
-        return True
-
-    def wait(self, gradient: torch.Tensor, divisor: torch.Tensor) -> None:
-        """Note that `gradient` is to be divided."""
         self.divisor, self._version = divisor, gradient._version
+        return True
 
     def apply(self, gradient: torch.Tensor) -> None:
         """Divide now what waits."""

@@ -40,7 +40,7 @@ class ReducedGradient(DirectGradients):
         Once handed out it is kept alive by the optimizer's gradients alone, which are views of it, so that `zero_grad`
         frees it.
         """
-        if self._gradient is not None and self.stepping is not None:
+        if self.stepping is not None:
             self.await_step()
         if self.notes.divisor is not None:
             self.divide_now()
@@ -73,22 +73,21 @@ class ReducedGradient(DirectGradients):
     def divide_now(self) -> None:
         """Do what waits for the step: Note [Late division] in gradient_notes.py."""
         gradient = self._as_it_is()
-        if gradient is not None:
+        if gradient is None:
+            self.notes.forget()  # it was dropped
+        else:
             self.notes.apply(gradient)
 
     def take_divisor(self) -> torch.Tensor | None:
         """Return what the step is to divide `gradient` by, if anything: Note [Late division] in gradient_notes.py."""
         gradient = self._as_it_is()
-        divisor = None if gradient is None else self.notes.take(gradient)
+        if gradient is None:
+            self.notes.forget()  # it was dropped
+            return None
+        divisor = self.notes.take(gradient)
         if divisor is not None:
             self.notes.norms = None
         return divisor
-
-    def wait_for(self, divisor: torch.Tensor) -> None:
-        """Let the gradient wait again for a division whose step has failed."""
-        gradient = self._as_it_is()
-        if gradient is not None:
-            self.notes.wait(gradient, divisor)
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Take a flat reduced gradient, which a replayed backward has filled, for the lane's own."""

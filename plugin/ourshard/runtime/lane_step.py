@@ -21,6 +21,7 @@ the same way, for optimizers that are known to step each alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -31,7 +32,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ourshard.runtime.behind import Stepping, can_overlap
+from ourshard.runtime.compiling import outside_of_compile
 from ourshard.runtime.fused import divide_in_step
+from ourshard.runtime.handle import GET_GRAD
 from ourshard.runtime.lane import Lane
 from ourshard.runtime.states import keep_on_host
 
@@ -43,8 +46,9 @@ def can_step_by_lane(optimizer: Optimizer) -> bool:
 
 
 def can_be_cut(optimizer: Optimizer) -> bool:
-    """Say whether the step of an optimizer's class can be run without its hooks."""
-    return hasattr(type(optimizer).step, "hooked")
+    """Say whether the step of an optimizer's class can be run without its hooks: nobody has put another around it."""
+    step = type(optimizer).step
+    return hasattr(step, "hooked") and not hasattr(step.__wrapped__, "hooked")  # type: ignore[attr-defined]
 
 
 class StepApart:
@@ -54,8 +58,9 @@ class StepApart:
         self.sent: list[Lane] = []  # lanes whose masters went up
         self._lanes = lanes
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
-        before = optimizer.register_step_pre_hook(self._step)  # torch runs it last, after all that are there
-        after = optimizer.register_step_post_hook(self._show)
+        # torch runs it last, after all that are there.
+        before = optimizer.register_step_pre_hook(outside_of_compile(self._step))
+        after = optimizer.register_step_post_hook(outside_of_compile(self._show))
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         self._handles = (before, after)
 
@@ -68,6 +73,12 @@ class StepApart:
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Run as a hook before the step."""
         raise NotImplementedError
+
+    def _step_rest(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
+        """Step what is of no lane that is stepped apart; first, so that where it fails nothing has been stepped."""
+        apart = {id(run.parameter) for lane in self._lanes for run in lane.runs}
+        with showing(optimizer, [p for group in optimizer.param_groups for p in group["params"] if id(p) not in apart]):
+            step(optimizer)
 
     def _hide(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -86,11 +97,11 @@ class StepDividing(StepApart):
 
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        runs = [run.parameter for lane in self._lanes for run in lane.runs]
         step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
-        with showing(optimizer, runs), _dividing(optimizer, self._lanes):
-            step(optimizer)
-        self._hide(runs)
+        self._step_rest(optimizer, step)
+        _step_dividing(optimizer, step, self._lanes)
+        for group in optimizer.param_groups:
+            self._hide(group["params"])
 
 
 class StepByLane(StepApart):
@@ -111,10 +122,7 @@ class StepByLane(StepApart):
             divide_now(self._lanes)
             return  # a closure
         step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]  # without hooks
-        runs = {id(run.parameter) for lane in self._lanes for run in lane.runs}
-        rest = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in runs]
-        with showing(optimizer, rest):
-            step(optimizer)
+        self._step_rest(optimizer, step)
         self._step_lanes(optimizer, step)
         for group in optimizer.param_groups:
             self._hide(group["params"])
@@ -130,8 +138,7 @@ class StepByLane(StepApart):
     def _step_here(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         with closing(self._in_memory(optimizer)) as lanes:
             for lane, master in lanes:
-                with showing(optimizer, [run.parameter for run in lane.runs]), _dividing(optimizer, [lane]):
-                    step(optimizer)
+                _step_dividing(optimizer, step, [lane])
                 if not lane.on_disk:
                     keep_on_host(optimizer, lane)
                 self._send_up(lane, master)
@@ -164,7 +171,7 @@ def dividing_apart(optimizer: Optimizer, lanes: Iterable[Lane], has_closure: boo
     waiting = [lane for lane in lanes if lane.notes.divisor is not None]
     scaled = any(getattr(optimizer, key, None) is not None for key in ("grad_scale", "found_inf"))
     one = len({id(lane.notes.divisor) for lane in waiting}) == 1 and not any(lane.offloaded for lane in waiting)
-    if one and not (has_closure or scaled):
+    if one and can_be_cut(optimizer) and not (has_closure or scaled):
         return StepDividing(optimizer, waiting)
     divide_now(waiting)
     return None
@@ -177,31 +184,44 @@ def divide_now(lanes: Iterable[Lane]) -> None:
             lane.divide_now()
 
 
-@contextmanager
-def _dividing(optimizer: Optimizer, lanes: Sequence[Lane]) -> Iterator[None]:
-    """Let a step, whose groups show `lanes` alone, divide their gradients where that waits: Note [Late division].
+def _step_dividing(optimizer: Optimizer, step: Callable[[Any], Any], lanes: Sequence[Lane]) -> None:
+    """Step `lanes` alone, whose gradients are divided where they all wait for one division: Note [Late division].
 
-    Where there are several, all wait for the same division. Where the step fails, those that it has not stepped do so
-    again.
+    Then group by group, so that where a step fails it is known which gradients are still to be divided; they are.
     """
-    divisor, *_ = [lane.take_divisor() for lane in lanes]
+    parameters = [run.parameter for lane in lanes for run in lane.runs]
+    taken = [lane.take_divisor() for lane in lanes]
+    divisor = next((each for each in taken if each is not None), None)
     if divisor is None:
-        yield
+        with showing(optimizer, parameters):
+            step(optimizer)
         return
+    ids = {id(parameter) for parameter in parameters}
+    groups = [[p for p in group["params"] if id(p) in ids] for group in optimizer.param_groups]
+    undivided = {number: group for number, group in enumerate(groups) if group}
     before = {key: value for key, value in vars(optimizer).items() if key == "grad_scale"}  # a loss scaler's
-    versions = [[run.parameter._version for run in lane.runs] for lane in lanes]
-    divide_in_step(optimizer, divisor)
-    by_kernel = "grad_scale" in vars(optimizer)
     try:
-        yield
+        for number in list(undivided):
+            with showing(optimizer, undivided[number]):
+                in_step = divide_in_step(optimizer, divisor)
+                if not in_step:
+                    del undivided[number]
+                step(optimizer)
+            if in_step:
+                del undivided[number]
+            _put_back(optimizer, before)
     except BaseException:
-        for lane, known in zip(lanes, versions, strict=True):
-            if by_kernel and known == [run.parameter._version for run in lane.runs]:
-                lane.wait_for(divisor)
+        for parameter in itertools.chain.from_iterable(undivided.values()):
+            gradient = GET_GRAD(parameter)
+            if gradient is not None:
+                gradient.div_(divisor)
+        _put_back(optimizer, before)
         raise
-    finally:
-        vars(optimizer).pop("grad_scale", None)
-        vars(optimizer).update(before)
+
+
+def _put_back(optimizer: Optimizer, before: dict[str, Any]) -> None:
+    vars(optimizer).pop("grad_scale", None)
+    vars(optimizer).update(before)
 
 
 @contextmanager

@@ -257,8 +257,8 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
         _end_failed_step(found)
         if not set_to_none:
             _await_steps(found)
-            for lane in {run.lane for run in _runs_of(found)}:
-                lane.notes.forget()  # this optimizer has all of its gradient, which is zero now
+        for lane in {run.lane for run in _runs_of(found)}:
+            lane.notes.forget()  # this optimizer has all of a gradient that waits, which is gone now, or zero
         type(found).zero_grad(found, set_to_none)
         for run in _runs_of(found):
             if set_to_none:

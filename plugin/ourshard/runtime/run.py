@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
 
 from ourshard.runtime.handle import GET_GRAD, SET_GRAD
 from ourshard.runtime.states import refuse_to_cut
@@ -58,8 +59,12 @@ class FlatParameter(nn.Parameter):
     def grad(self) -> None:
         SET_GRAD(self, None)
 
+    def detach(self) -> torch.Tensor:
+        """Return what torch does, of this class: `nn.Parameter(parameter)` asks for that."""
+        return torch.Tensor.detach(self).as_subclass(FlatParameter)
+
     def _plain(self) -> nn.Parameter:
-        return nn.Parameter(self.detach(), self.requires_grad)
+        return nn.Parameter(torch.Tensor.detach(self), self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = deepcopy(self._plain(), memo)
@@ -67,6 +72,9 @@ class FlatParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)
+
+
+getattr(_optimizer, "_foreach_supported_types", []).append(FlatParameter)  # torch looks for types, not for instances
 
 
 class Run:
