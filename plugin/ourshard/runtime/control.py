@@ -22,11 +22,14 @@ Note [Forked processes]
 -----------------------
 A process that a rank forks (a worker of a DataLoader, multiprocessing, `os.fork`) has the rank's connections, and not
 its threads. A word that it sends goes between those of the rank, and groups that it leaves, or a signal that it takes
-in the rank's place, are not its own. So it forgets all of this when it begins, and a collective in it is refused.
+in the rank's place, are not its own. So it forgets all of this when it begins, and a collective in it is refused. The
+groups themselves are never freed there: at the end of a process the interpreter frees what it finds, in an order that
+any import changes, and a group of gloo that is freed waits for its threads (a segmentation fault).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -482,6 +485,8 @@ class _OfAnotherProcess(Control):
 def _forget_ranks() -> None:
     global _parents
     _parents = dist.group.WORLD if dist.is_initialized() else None
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # never freed
     _WATCHES.clear()
     for control in list(_CONTROLS):
         control.__class__ = _OfAnotherProcess
