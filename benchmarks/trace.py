@@ -75,10 +75,10 @@ def trace(options: argparse.Namespace, device: torch.device) -> Trace:
     for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.device_type().name != "CUDA" or event.duration_ns() == 0:
             continue
-        start = event.start_ns() / 1e6
-        spans[timeline.gpu_group_of(event.name())].append((start, start + event.duration_ns() / 1e6))
-        names[event.name()] += event.duration_ns() / 1e6 / options.steps
-        busy.append((start, start + event.duration_ns() / 1e6, event.name()))
+        name, start, took = event.name(), event.start_ns() / 1e6, event.duration_ns() / 1e6
+        spans[timeline.gpu_group_of(name)].append((start, start + took))
+        names[name] += took / options.steps
+        busy.append((start, start + took, name))
     found = dataclasses.asdict(timeline.shares(spans, timeline.GPU_ORDER, options.steps))
     found["gaps_ms"] = {place: gap / options.steps for place, gap in longest(gaps_of(busy), 10)}
     return found, longest(names, 22)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,12 +34,15 @@ class _Handle:
 
 
 def _rendezvous(mine: torch.Tensor, group: Any) -> _Handle:
-    folders: list[Any] = [tempfile.mkdtemp()]
+    rank = dist.get_rank(group)
+    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folders, group_src=0, group=group)
-    paths = [str(Path(folders[0]) / str(rank)) for rank in range(dist.get_world_size(group))]
+    paths = [str(Path(folders[0]) / str(other)) for other in range(dist.get_world_size(group))]
     maps = [torch.from_file(path, shared=True, size=mine.numel(), dtype=torch.uint8) for path in paths]
-    mine.set_(maps[dist.get_rank(group)].untyped_storage(), 0, mine.shape, (1,))
+    mine.set_(maps[rank].untyped_storage(), 0, mine.shape, (1,))
     dist.barrier(group)
+    if rank == 0:
+        shutil.rmtree(folders[0])  # what is mapped stays
     return _Handle(maps, group)
 
 

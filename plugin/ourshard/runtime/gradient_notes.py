@@ -61,16 +61,22 @@ class GradientNotes:
         self.divisor, self._version = divisor, gradient._version
         return True
 
-    def apply(self, gradient: torch.Tensor) -> None:
+    def apply(self, gradient: torch.Tensor | None) -> None:
         """Divide now what waits."""
         divisor = self.take(gradient)
-        if divisor is not None:
+        if gradient is not None and divisor is not None:
             gradient.div_(divisor)
 
-    def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the divisor to whoever divides by it now. Raises `RuntimeError` if someone wrote to the gradient."""
+    def take(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the divisor to whoever divides by it now; None of a gradient that was dropped.
+
+        Raises `RuntimeError` if someone wrote to the gradient.
+        """
         divisor, self.divisor = self.divisor, None
-        if divisor is not None and gradient._version != self._version:
+        if gradient is None or divisor is None:
+            return None
+        self.norms = None
+        if gradient._version != self._version:
             lane = self._lane()
             assert lane is not None
             raise RuntimeError(

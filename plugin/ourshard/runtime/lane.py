@@ -193,7 +193,6 @@ class Lane(ReducedGradient):
 
     def _reduce_in_pieces(self) -> list[torch.Tensor]:
         assert self.arriving is not None
-        assert self._norms_of_blocks is not None
         whole, self.arriving, self.in_pieces = self.arriving, None, False
         self.hold(self._arriving_kind, whole, -1)
         gradient, first = self._open_gradient()
@@ -208,7 +207,6 @@ class Lane(ReducedGradient):
     def lent_reduction(self, sync: bool) -> Reduction:
         """Describe the reduction of `arriving` in the arena; `end_loan` must follow it."""
         assert self.arriving is not None
-        assert self._norms_of_blocks is not None
         if self._travels_on(sync):
             return Reduction(self.arriving, self.segment_of(self.arriving), self._norms_of_blocks, add=False)
         total, first = self._open_sum(sync)
@@ -226,7 +224,6 @@ class Lane(ReducedGradient):
             read = self._accumulate(self.segment_of(self.arriving), sync)
         elif self.waiting is None:
             assert self._gradient is not None
-            assert self._norms_of_blocks is not None
             self.notes.norms = KnownNorms(self._norms_of_blocks, self._gradient)
         self.arriving = None
         self.is_lent = False

@@ -30,7 +30,7 @@ class ReducedGradient(DirectGradients):
         self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.notes = GradientNotes(cast("Lane", self))
-        self._norms_of_blocks: torch.Tensor | None = None  # what peers' reductions leave; taken once
+        self._norms_of_blocks = torch.empty(0)  # what peers' reductions leave; taken once
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
 
     @property
@@ -72,22 +72,11 @@ class ReducedGradient(DirectGradients):
 
     def divide_now(self) -> None:
         """Do what waits for the step: Note [Late division] in gradient_notes.py."""
-        gradient = self._as_it_is()
-        if gradient is None:
-            self.notes.forget()  # it was dropped
-        else:
-            self.notes.apply(gradient)
+        self.notes.apply(self._as_it_is())
 
     def take_divisor(self) -> torch.Tensor | None:
         """Return what the step is to divide `gradient` by, if anything: Note [Late division] in gradient_notes.py."""
-        gradient = self._as_it_is()
-        if gradient is None:
-            self.notes.forget()  # it was dropped
-            return None
-        divisor = self.notes.take(gradient)
-        if divisor is not None:
-            self.notes.norms = None
-        return divisor
+        return self.notes.take(self._as_it_is())
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Take a flat reduced gradient, which a replayed backward has filled, for the lane's own."""
@@ -103,7 +92,7 @@ class ReducedGradient(DirectGradients):
 
     def make_norms(self) -> None:
         """Take the memory for what a reduction by peers leaves, on the compute stream; once."""
-        if self._norms_of_blocks is None:
+        if not self._norms_of_blocks.numel():
             count = -(-self.layout.numel // self.axis.size // BLOCK)
             self._norms_of_blocks = torch.empty(count, device=self.device)
             self.hold(Kind.REDUCE, self._norms_of_blocks)

@@ -22,6 +22,7 @@ the same way, for optimizers that are known to step each alone.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -51,7 +52,7 @@ def can_be_cut(optimizer: Optimizer) -> bool:
     return hasattr(step, "hooked") and not hasattr(step.__wrapped__, "hooked")  # type: ignore[attr-defined]
 
 
-class StepApart:
+class StepApart(ABC):
     """One step, some lanes of which are stepped apart before it: `end` when it is over or has failed."""
 
     def __init__(self, optimizer: Optimizer, lanes: Sequence[Lane]) -> None:
@@ -70,9 +71,9 @@ class StepApart:
         for handle in self._handles:
             handle.remove()
 
+    @abstractmethod
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Run as a hook before the step."""
-        raise NotImplementedError
 
     def _step_rest(self, optimizer: Optimizer, step: Callable[[Any], Any]) -> None:
         """Step what is of no lane that is stepped apart; first, so that where it fails nothing has been stepped."""

@@ -257,10 +257,11 @@ def _follow_zero_grad(optimizer: Optimizer) -> None:
         _end_failed_step(found)
         if not set_to_none:
             _await_steps(found)
-        for lane in {run.lane for run in _runs_of(found)}:
+        runs = _runs_of(found)
+        for lane in {run.lane for run in runs}:
             lane.notes.forget()  # this optimizer has all of a gradient that waits, which is gone now, or zero
         type(found).zero_grad(found, set_to_none)
-        for run in _runs_of(found):
+        for run in runs:
             if set_to_none:
                 run.lane.drop_gradients(run.positions)
                 continue

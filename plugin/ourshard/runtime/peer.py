@@ -142,8 +142,8 @@ class PeerCopies:
         if pulls is None:
             pulls = self._pulls[lent] = self._plan_pulls([piece.whole for piece in pieces])
         for pull in pulls:
-            for target, there in pull.copies:
-                target.copy_(there)
+            for target, source in pull.copies:
+                target.copy_(source)
         for piece, pull in zip(pieces, pulls, strict=True):
             add_parts(piece.out, piece.norms, pull.own, pull.parts, self._divisor, add=piece.add)
         self._handle.barrier(channel=_REDUCE)
