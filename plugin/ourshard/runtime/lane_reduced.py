@@ -30,7 +30,7 @@ class ReducedGradient(DirectGradients):
         self._host_gradient: torch.Tensor | None = None  # taken once, where masters are on the host
         self.accumulated = False  # `gradient` holds a sum; else the next reduction overwrites it
         self.notes = GradientNotes(cast("Lane", self))
-        self._norms_of_blocks = torch.empty(0)  # what peers' reductions leave; taken once
+        self._norms_of_blocks = torch.empty(0, device=self.device)  # what peers' reductions leave; taken once
         self.runs: list[Run] = []  # what optimizers step of this lane; set when one adopts it
 
     @property
